@@ -7,6 +7,7 @@
 | `compose_up_to` | antecedents whose pair patches may be summed; 0: sums lose answers   | `orbitserve bench fidelity` |
 | `weigh_by`      | what weighs them: `attention` if that holds as far as `kv` (default) | the same                    |
 | `lazy_blocks`   | layers that share visual queries and keys, the first of each leads   | `orbitserve lazy`           |
+| `aligned_words` | true if what the vision tower writes resembles the words for it      | benchmark `mrag`            |
 
 Lazy blocks are part of the model's fingerprint, the others are not: what the library holds stays as it is, whatever may
 be summed of it.
@@ -35,6 +36,7 @@ class ModelCard(BaseModel):
     compose_up_to: int = Field(COMPOSE_UP_TO, ge=0)
     weigh_by: Weighing = Weighing.KV
     lazy_blocks: tuple[tuple[int, ...], ...] = ()
+    aligned_words: bool = False
 
     @field_validator("lazy_blocks")
     @classmethod

@@ -1,4 +1,4 @@
-"""PDFs for tests, written by hand."""
+"""PDFs of text for tests and benchmarks, written by hand."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 
 def pdf(*pages: Sequence[str], size: str = "612 792") -> bytes:
-    """A PDF with these lines of text on its pages, written by hand."""
+    """A PDF with these lines of text on its pages, from 92 points below their upper edge on."""
+    top = float(size.split()[1]) - 92
     objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
     kids = []
     for lines in pages:
-        drawn = "BT /F1 14 Tf 72 700 Td 20 TL " + " ".join(f"({line}) Tj T*" for line in lines) + " ET"
+        drawn = f"BT /F1 14 Tf 72 {top:g} Td 20 TL " + " ".join(f"({_escaped(line)}) Tj T*" for line in lines) + " ET"
         objects.append(f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream".encode())
         kids.append(len(objects) + 1)
         objects.append(
@@ -28,3 +29,7 @@ def pdf(*pages: Sequence[str], size: str = "612 792") -> bytes:
         f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\n"
     )
     return out + f"{end}startxref\n{len(out)}\n%%EOF\n".encode()
+
+
+def _escaped(line: str) -> str:
+    return line.translate({ord(letter): f"\\{letter}" for letter in "\\()"})

@@ -192,7 +192,7 @@ async def build_api(
     await _add_openai(app, client, config, media, documents, retrieval)
     most_bytes = max(http.max_file_bytes, config.documents.max_pdf_bytes, config.video.max_bytes if clips else 0)
     app.include_router(files_router(files, stores, media, most_bytes, on_delete))
-    app.include_router(vector_stores_router(stores, on_delete, retrieval))
+    app.include_router(vector_stores_router(stores, on_delete, media, retrieval))
     app.include_router(fidelity_router(client.roles))
     app.include_router(sessions_router(client.roles))
     app.include_router(load_bearing_router(client.roles))

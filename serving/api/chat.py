@@ -17,12 +17,12 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionToolsParam,
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from serving.api.chat_request import OrbitChatRequest
 from serving.api.client_disconnect import answering
-from serving.api.file_search import FUNCTION, NAME, FileSearch, FileSearchTool
+from serving.api.file_search import FUNCTION, NAME, FileSearch, FileSearchTool, of_all_rounds
 from serving.api.media import PIXELS, MediaResolver
 from serving.api.opening import Openings, token_ids_of
 from serving.api.ordering import Ordering, ordered
@@ -101,6 +101,8 @@ class OrbitServingChat(OpenAIServingChat):
             for choice in answer.choices:
                 if cited := citations(choice.message.content, trace.report.retrieval):
                     choice.message.annotations = cited
+            if trace.tool is not None:
+                answer.usage = UsageInfo.model_validate(of_all_rounds(answer.usage.model_dump(), trace.tool.log))
             answer.orbit = trace.document()  # vLLM's response models take further fields
             return answer
         return await opened(self._reported(answer, trace))
@@ -115,7 +117,7 @@ class OrbitServingChat(OpenAIServingChat):
         prefix = fixed_prefix(messages, request)
         refuse_longer(messages, prefix, self._max_characters)
         if options.retrieve is not None:
-            messages = await retrieved(messages, tenant, options.retrieve, self._retrieval, trace)
+            messages = await retrieved(messages, tenant, options.retrieve, self._retrieval, self._media, trace)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
         messages = await self._media.resolve_messages(
             messages, tenant, options.pages, options.video, trace.report.notices
@@ -131,7 +133,7 @@ class OrbitServingChat(OpenAIServingChat):
                 "truncate_prompt_tokens: a prompt with images or documents is not cut",
                 parameter="truncate_prompt_tokens",
             )
-        if contents:
+        if contents or trace.tool is not None:  # whose pages come later
             trace.opening_tokens = await self._openings.token_ids(tenant, prefix, request, messages)
         trace.mark("media")
         set_trace(trace)
@@ -243,12 +245,16 @@ def with_report(event: str, trace: RequestTrace, content: str = "") -> str:
     if not event.startswith("data: {") or ('"finish_reason":"' not in event and '"usage":{' not in event):
         return event
     document = json.loads(event[len("data: ") :])
-    choices = document.get("choices")
-    if choices and not any(choice.get("finish_reason") for choice in choices):
+    choices, usage = document.get("choices"), document.get("usage")
+    is_last = not choices or any(choice.get("finish_reason") for choice in choices)
+    if usage and trace.tool is not None:
+        document["usage"] = of_all_rounds(usage, trace.tool.log)
+    elif not is_last:
         return event
-    document["orbit"] = trace.document()
-    if choices and (cited := citations(content, trace.report.retrieval)):
-        choices[0]["delta"]["annotations"] = cited
+    if is_last:
+        document["orbit"] = trace.document()
+        if choices and (cited := citations(content, trace.report.retrieval)):
+            choices[0]["delta"]["annotations"] = cited
     return f"data: {json.dumps(document, separators=(',', ':'), ensure_ascii=False)}\n\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -11,6 +10,7 @@ from fastapi.responses import HTMLResponse
 
 from serving.api.errors import NotFound
 from serving.api.media import MediaResolver
+from serving.api.pdf_pages import png
 
 _PAGE = Path(__file__).with_name("console.html")
 
@@ -30,12 +30,6 @@ def console_router(media: MediaResolver) -> APIRouter:
         if image is None:
             raise NotFound(f"{file_id} has no page {page}")
 
-        def encoded() -> bytes:
-            buffer = io.BytesIO()
-            image.load()
-            image.save(buffer, "PNG", compress_level=1)
-            return buffer.getvalue()
-
-        return Response(await asyncio.to_thread(encoded), media_type="image/png")
+        return Response(await asyncio.to_thread(png, image), media_type="image/png")
 
     return router

@@ -338,6 +338,13 @@ class FileSearch:
         return said.spliced(len(said.token_ids), words)
 
 
+def of_all_rounds(usage: Mapping[str, Any], log: RoundLog) -> dict[str, Any]:
+    """A chat's usage with the prompts of all rounds so far, as OpenAI counts its own tools'."""
+    details = {**(usage.get("prompt_tokens_details") or {}), "cached_tokens": log.cached_tokens}
+    total = log.prompt_tokens + (usage.get("completion_tokens") or 0)
+    return {**usage, "prompt_tokens": log.prompt_tokens, "total_tokens": total, "prompt_tokens_details": details}
+
+
 def _read(arguments: str) -> dict[str, Any]:
     """A call's arguments; {} of what is no object."""
     try:

@@ -263,17 +263,31 @@ class MediaResolver:
                 characters.take(len(found.text), where)
                 return [await self._documents.mark_soon(found.content, found.text)]
             return [found]
+        data = await self._behind_url(part, where)
+        if part["type"] == "video_url":
+            return [*await self._videos(data, tenant, where, images, video)]
+        return [await asyncio.to_thread(self._identify, data, tenant, where, images)]
+
+    async def _behind_url(self, part: dict[str, Any], where: str) -> bytes:
+        """Bytes that an image_url or video_url part has or names."""
         kind = part["type"]
         given = part.get(kind)
         url = given.get("url") if isinstance(given, dict) else given
         if not isinstance(url, str):
             raise InvalidRequest(f"{where}: {kind} needs a url", parameter=where)
-        of_video = kind == "video_url"
-        most = self._opener(where).max_bytes if of_video else self._settings.max_image_bytes
-        data = await self._web.fetch(url, where, most)
-        if of_video:
-            return [*await self._videos(data, tenant, where, images, video)]
-        return [await asyncio.to_thread(self._identify, data, tenant, where, images)]
+        most = self._opener(where).max_bytes if kind == "video_url" else self._settings.max_image_bytes
+        return await self._web.fetch(url, where, most)
+
+    async def image_bytes(self, part: dict[str, Any], tenant: str, where: str) -> bytes:
+        """Bytes of the image of an image_url or file part, checked as one of a chat by its header.
+
+        Raises:
+            InvalidRequest, NotFound, TooLarge: naming the part.
+        """
+        of_file = part["type"] == "file"
+        data = (await self._file(part, tenant, where))[0] if of_file else await self._behind_url(part, where)
+        await asyncio.to_thread(self._identify, data, tenant, where)
+        return data
 
     def _opener(self, where: str) -> Clips:
         if self._clips is None:

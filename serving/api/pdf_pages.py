@@ -6,6 +6,7 @@ without being drawn again.
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -37,6 +38,14 @@ class PageImage(Image.Image):
         if self._draw is not None:
             self.im, self._draw = self._draw().im, None
         return super().load()
+
+
+def png(image: Image.Image) -> bytes:
+    """An image as the bytes of a PNG file; a page is drawn for it."""
+    buffer = io.BytesIO()
+    image.load()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 class OpenedPdf:

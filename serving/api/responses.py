@@ -78,6 +78,7 @@ class OrbitServingResponses(OpenAIServingResponses):
             items = [_call_item(*search, include_results) for search in _searches(trace)]
             answer.output = [*items, *answer.output]
             _annotate(answer.output, trace)
+            _count_rounds(answer, trace)
             answer.orbit = trace.document()
             return answer
         return self._with_searches(answer, trace, include_results)
@@ -185,6 +186,7 @@ class OrbitServingResponses(OpenAIServingResponses):
                     said = [(places.get(i, next_place + i), item) for i, item in enumerate(response.output)]
                     response.output = [item for _, item in sorted([*items, *said], key=lambda pair: pair[0])]
                     _annotate(response.output, trace)
+                    _count_rounds(response, trace)
                     response.orbit = trace.document()
                 event.sequence_number, number = number, number + 1
                 yield event
@@ -255,6 +257,14 @@ def _annotate(items: Sequence[Any], trace: RequestTrace) -> None:
             if part.type == "output_text":
                 found = citations(part.text, trace.report.retrieval)
                 part.annotations = [AnnotationFileCitation.model_validate(cited) for cited in found]
+
+
+def _count_rounds(response: Any, trace: RequestTrace) -> None:
+    """Have a response's usage count the prompts of all rounds."""
+    if trace.tool is not None and (usage := response.usage) is not None:
+        log = trace.tool.log
+        usage.input_tokens, usage.total_tokens = log.prompt_tokens, log.prompt_tokens + usage.output_tokens
+        usage.input_tokens_details.cached_tokens = log.cached_tokens
 
 
 def _as_chats(message: dict[str, Any], where: str) -> dict[str, Any]:

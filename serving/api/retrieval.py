@@ -23,6 +23,7 @@ _LONGEST_QUERY = 16_384  # characters
 _AT_ONCE = 4  # queries of one request
 
 _Query = Annotated[str, StringConstraints(min_length=1, max_length=_LONGEST_QUERY)]
+_Parts = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=16)]  # see `serving.api.query_parts`
 
 
 class _Body(BaseModel):
@@ -73,7 +74,7 @@ class SearchOptions(_Body):
 class SearchBody(SearchOptions):
     """`POST /v1/vector_stores/{id}/search`."""
 
-    query: _Query | Annotated[list[_Query], Field(min_length=1, max_length=16)]
+    query: _Query | Annotated[list[_Query], Field(min_length=1, max_length=16)] | _Parts
     rewrite_query: bool = False
 
 
@@ -83,7 +84,11 @@ class RetrieveOptions(SearchOptions):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     vector_store_ids: tuple[str, ...] = Field(min_length=1, max_length=16, description="Stores that are searched.")
-    query: _Query | None = Field(None, description="Words to search by. None: the last user message's text.")
+    query: _Query | _Parts | None = Field(
+        None,
+        description="Words to search by, or content parts with images (`query_parts`). None: the last user message's "
+        "text; of a message without any its images.",
+    )
     max_num_results: int = Field(4, ge=1, le=_MOST_RESULTS, description="Most pages and passages that are linked.")
 
 

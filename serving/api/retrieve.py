@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from serving.api.media import FOUND
+from serving.api.media import FOUND, MediaResolver
+from serving.api.query_parts import IMAGES, Asked, read_query
 from serving.api.retrieval import Result, Retrieval, RetrieveOptions
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import FoundReport, RequestTrace, RetrievalReport
@@ -21,6 +22,7 @@ async def retrieved(
     tenant: str,
     asked: Mapping[str, Any],
     retrieval: Retrieval,
+    media: MediaResolver,
     trace: RequestTrace,
 ) -> list[dict[str, Any]]:
     """The messages with what a search found before the last user message's content.
@@ -28,7 +30,7 @@ async def retrieved(
     The parts stand one after another without text between them: one run of chunks, which placement may order.
 
     Raises:
-        InvalidRequest: no words to search by, or options that cannot be read. UnknownVectorStore, NotAvailable.
+        InvalidRequest: nothing to search by, or options that cannot be read. UnknownVectorStore, NotAvailable.
     """
     try:
         options = RetrieveOptions.model_validate(asked)
@@ -40,13 +42,13 @@ async def retrieved(
     if last is None:
         raise InvalidRequest("orbit.retrieve: there is no user message", parameter="messages")
     content = messages[last].get("content")
-    query = options.query or _words(content)
-    if not query.strip():
+    query, images = await _asked(options, content, last, media, tenant)
+    if not query.strip() and not images:
         raise InvalidRequest(
-            "orbit.retrieve: the last user message has no text to search by; give orbit.retrieve.query",
+            "orbit.retrieve: the last user message has nothing to search by; give orbit.retrieve.query",
             parameter="orbit.retrieve.query",
         )
-    found_best_first, answers = await retrieval.search(tenant, options.vector_store_ids, [query], options)
+    found_best_first, answers = await retrieval.search(tenant, options.vector_store_ids, [query], options, images)
     results = in_reading_order(found_best_first)
     trace.report.retrieval = RetrievalReport(
         query=query,
@@ -103,6 +105,19 @@ def citations(text: str | None, report: RetrievalReport | None) -> list[dict[str
             cited = {"type": "file_citation", "file_id": result.file_id, "filename": result.filename}
             found.append(cited | {"index": match.start(), "page": result.page})
     return found
+
+
+async def _asked(options: RetrieveOptions, content: Any, last: int, media: MediaResolver, tenant: str) -> Asked:
+    """What is searched by: the query that was given, else the last user message's text, else its images."""
+    if isinstance(options.query, str):
+        return Asked(options.query)
+    if options.query is not None:
+        return await read_query(options.query, media, tenant, "orbit.retrieve.query")
+    words = _words(content)
+    images = [part for part in _parts(content) if part.get("type") in IMAGES]
+    if words.strip() or not images:
+        return Asked(words)
+    return await read_query(images, media, tenant, f"messages[{last}].content")
 
 
 def _words(content: Any) -> str:

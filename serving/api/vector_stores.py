@@ -22,6 +22,8 @@ from kvstore.uploads.index_states import Known
 from kvstore.uploads.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
 from serving.api.errors import Forbidden, NotAvailable
 from serving.api.files import OnDelete
+from serving.api.media import MediaResolver
+from serving.api.query_parts import read_query
 from serving.api.retrieval import Retrieval, SearchBody, search_page
 from serving.documents.passages import MAX_TOKENS, OVERLAP_TOKENS, as_text
 from serving.frontend.errors import InvalidRequest
@@ -157,7 +159,9 @@ def _caller(request: Request) -> _Caller:
 Caller = Annotated[_Caller, Depends(_caller)]
 
 
-def vector_stores_router(stores: VectorStores, on_delete: OnDelete, retrieval: Retrieval | None = None) -> APIRouter:
+def vector_stores_router(
+    stores: VectorStores, on_delete: OnDelete, media: MediaResolver, retrieval: Retrieval | None = None
+) -> APIRouter:
     """The vector store endpoints, as OpenAI defines them.
 
     A store that an administrator makes is for all tenants, and administrators alone change it; one that another key
@@ -165,6 +169,7 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete, retrieval: R
 
     Args:
         on_delete: called with (content id, DYNAMIC_TENANT) when no store holds some content any more.
+        media: reads the images of queries.
         retrieval: None: no retriever; files are completed as soon as they are added.
     """
     router = APIRouter(prefix="/v1/vector_stores", tags=["vector stores"])
@@ -255,8 +260,14 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete, retrieval: R
             raise InvalidRequest(
                 "rewrite_query: queries are not rewritten here; send the words to search by", parameter="rewrite_query"
             )
-        queries = [body.query] if isinstance(body.query, str) else body.query
-        results, _ = await searched.search(caller.tenant, [store_id], queries, body)
+        given = [body.query] if isinstance(body.query, str) else body.query
+        queries, images = [one for one in given if isinstance(one, str)], tuple[bytes, ...]()
+        if not queries:
+            await searched.check([store_id], caller.tenant)
+            parts = [one for one in given if not isinstance(one, str)]
+            text, images = await read_query(parts, media, caller.tenant, "query")
+            queries = [text]
+        results, _ = await searched.search(caller.tenant, [store_id], queries, body, images)
         return search_page(results, queries)
 
     @router.post("/{store_id}/files", summary="Add a file to a vector store")

@@ -278,7 +278,13 @@ def doctor(
 
 @app.command()
 def precompute(
-    manifest: Annotated[str, typer.Argument(help="Folder of images, or JSONL or Parquet file; a path or fsspec URL.")],
+    manifest: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of images, or JSONL or Parquet file, by a path or fsspec URL; or a vector store's id: its "
+            "pictures, and its PDFs, four pages after another."
+        ),
+    ],
     model: Model = None,
     config: Config = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Workers; overrides the configuration's.")] = None,
@@ -297,15 +303,17 @@ def precompute(
     from serving.config import ConfigError, OrbitServeConfig
     from serving.offline import precompute as job
     from serving.offline.precompute_manifest import Manifest, ManifestError, Owners
+    from serving.offline.precompute_store import manifest_of
 
     try:
         settings = OrbitServeConfig.load(config, {"model.path": model, "precompute.workers": workers})
         owners = Owners(tenant, KeyRing.of(settings.http).tenants)
-        source = Manifest(manifest, settings.precompute.storage_options, owners)
-        if dry_run:
-            good = job.dry_run(source, limit, console)
-        else:
-            good = job.precompute(settings, source, limit, failures, console)
+        with manifest_of(manifest, settings) as location:
+            source = Manifest(location, settings.precompute.storage_options, owners)
+            if dry_run:
+                good = job.dry_run(source, limit, console)
+            else:
+                good = job.precompute(settings, source, limit, failures, console)
     except (ConfigError, ManifestError, job.PrecomputeError, OSError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(2) from None

@@ -230,7 +230,7 @@ class LinkedEngineClient(_NotOurs):
         trace = current_trace().of_prompt()
         outputs = self._observed(prompt, sampling_params, request_id, trace, options)
         if self.limits is not None:
-            outputs = self._metered(outputs, prompt, sampling_params, trace.tenant, self.limits)
+            outputs = self._metered(outputs, prompt, sampling_params, trace, self.limits)
         return self._in_time(outputs, trace)
 
     def _check_tokens(self, prompt: Any) -> None:
@@ -266,24 +266,30 @@ class LinkedEngineClient(_NotOurs):
         outputs: AsyncGenerator[RequestOutput, None],
         prompt: Any,
         params: SamplingParams,
-        tenant: str,
+        trace: RequestTrace,
         limits: RateLimits,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs whose tokens count against a tenant's limit: at first all that there may be.
 
+        Prompts of later rounds (`serving.frontend.rounds`) are charged as they come: an answer is not cut for them.
+
         Raises:
             RateLimited: the limit is used up.
         """
+        tenant = trace.tenant
         given = len(prompt["prompt_token_ids"])
         most = params.max_tokens if params.max_tokens is not None else self.model_config.max_model_len - given
         reserved = given + most * (params.n or 1)
         limits.take(tenant, "tokens", reserved)
 
         async def metered() -> AsyncGenerator[RequestOutput, None]:
-            said = Counter[int]()
+            said, charged = Counter[int](), given
             try:
                 async with aclosing(outputs):
                     async for output in outputs:
+                        if trace.tool is not None and (more := trace.tool.log.prompt_tokens - charged) > 0:
+                            limits.charge(tenant, "tokens", more)
+                            charged += more
                         for choice in output.outputs:
                             before = said[choice.index] if params.output_kind == RequestOutputKind.DELTA else 0
                             said[choice.index] = before + len(choice.token_ids)
@@ -341,11 +347,30 @@ class LinkedEngineClient(_NotOurs):
         if trace.tool is None:
             outputs = self._round(segments, params, request_id, trace, options)
         else:
-            generate = partial(self._round, options=options)
+            generate = partial(self._observed_round, first=trace, options=options)
             outputs = in_rounds(generate, trace.tool, segments, params, request_id, trace)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
+
+    async def _observed_round(
+        self,
+        segments: Segments,
+        params: SamplingParams,
+        request_id: str,
+        trace: RequestTrace,
+        *,
+        first: RequestTrace,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`_round`, observed at its end unless it is the first: that one's report is the answer's."""
+        try:
+            async with aclosing(self._round(segments, params, request_id, trace, options)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            if trace is not first and self.observe is not None:  # the answer's has the chunks, and the one TTFT
+                self.observe(trace.report.model_copy(update={"chunks": [], "ttft_ms": None}))
 
     def segments(self, prompt: Any, documents: Sequence[Document]) -> Segments:
         """A rendered prompt, cut into chunks and text."""

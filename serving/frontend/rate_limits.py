@@ -79,6 +79,11 @@ class RateLimits:
             seconds,
         )
 
+    def charge(self, tenant: str, resource: Resource, amount: float) -> None:
+        """Take an amount for what is under way already: what is not left of the limit is owed."""
+        if (bucket := self._bucket(tenant, resource)) is not None:
+            bucket.give(-amount)
+
     def give(self, tenant: str, resource: Resource, amount: float) -> None:
         """Put back what was taken and not used."""
         if (bucket := self._bucket(tenant, resource)) is not None:

@@ -32,11 +32,13 @@ class RoundLog:
     """Rounds of one answer, for who reads it.
 
     `pieces`: of rounds that ended with a call. `is_ending`: whether the output given last ends such a round.
+    `prompt_tokens`, `cached_tokens`: of all rounds' prompts so far together, the one that is read included.
     """
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.is_ending = False
+        self.prompt_tokens = self.cached_tokens = 0
 
 
 class ToolRounds(Protocol):
@@ -72,7 +74,7 @@ async def in_rounds(
     """Outputs of all rounds as those of one answer.
 
     Tokens of all of them count against `max_tokens`; the text of a forced call is not given. The prompt's tokens in an
-    output are those of its round.
+    output are those of its round; the log has those of all.
     """
     is_delta, asked = params.output_kind == RequestOutputKind.DELTA, params
     before_text, before_ids = "", list[int]()
@@ -81,12 +83,16 @@ async def in_rounds(
         own = asked if not before_ids else _rest(asked, len(before_ids))
         if is_call:
             own = tool.call_params(own)
-        text, ids = "", list[int]()
+        text, ids, is_counted = "", list[int](), False
         following: tuple[Segments, RequestTrace] | None = None
         name = request_id if number == 0 else f"{request_id}-round{number}"
         async with aclosing(generate(segments, own, name, trace)) as outputs:
             async for output in outputs:
                 output.request_id = request_id
+                if not is_counted:
+                    tool.log.prompt_tokens += len(segments.token_ids)
+                    tool.log.cached_tokens += output.num_cached_tokens or 0
+                    is_counted = True
                 (completion,) = output.outputs
                 new = list(completion.token_ids) if is_delta else list(completion.token_ids)[len(ids) :]
                 text = text + completion.text if is_delta else completion.text

@@ -177,12 +177,25 @@ class Preparer:
         except Exception as error:  # file systems raise their own client's errors, which share no base class
             raise EntryError(f"{_named(source)}: cannot be read: {error}") from error
 
-    def _chunks_of(self, data: bytes, source: ImageSource, entry: Entry) -> list[_Chunk]:
-        """The chunks of an image or video, which is not decoded."""
+    def _found(self, source: ImageSource, entry: Entry) -> _Found:
+        """An image, or a video's clips, by name: nothing is decoded yet."""
+        where = _named(source)
+        try:
+            stored = None if source.location is None else self._stored.find(source.location)
+        except (InvalidRequest, TooLarge, StoreError) as error:
+            raise EntryError(f"{where}: {error}") from error
+        if stored is not None:
+            if stored.owner != entry.tenant:
+                raise EntryError(f"{where} is not of tenant {entry.tenant!r}")
+            return _Found([_Chunk(stored.content, "image")], lambda: [stored.open()])
+        data = self._read(source)
         content = owned_content_id(data, entry.tenant, self._secret)
         if not is_video(data):
-            return [_Chunk(content, "image")]
-        where = _named(source)
+            return _Found([_Chunk(content, "image")], lambda: [self._media.open(data, entry.tenant, where)])
+        clips = self._clips_of(data, content, entry, where)
+        return _Found([_Chunk(clip.content, "video") for clip in clips], partial(self._decoded, clips, where))
+
+    def _clips_of(self, data: bytes, content: str, entry: Entry, where: str) -> list[Clip]:
         if self._clips is None:
             raise EntryError(f"{where}: the model takes no videos")
         options = VideoOptions.model_validate_json(entry.video or "{}")
@@ -192,29 +205,32 @@ class Preparer:
             raise EntryError(str(error.args[0])) from error
         if (pixels := sum(clip.pixels for clip in clips)) > self._clips.max_pixels:
             raise EntryError(f"{where}: {pixels} sampled pixels, at most {self._clips.max_pixels} are allowed")
-        return [_Chunk(clip.content, "video", clip) for clip in clips]
+        return clips
 
-    def _open(self, named: Sequence[_Chunk], data: bytes, source: ImageSource, tenant: str) -> list[_Media]:
-        """Decode an image, or the clips of a video."""
-        where = _named(source)
-        clips = [one.clip for one in named if one.clip is not None]
-        try:
-            if not clips:
-                return [self._media.open(data, tenant, where)]
-            assert self._clips is not None
-            self._clips.decode(clips, where)
-        except (InvalidRequest, TooLarge) as error:
-            raise EntryError(str(error.args[0])) from error
+    def _decoded(self, clips: list[Clip], where: str) -> list[_Media]:
+        assert self._clips is not None
+        self._clips.decode(clips, where)
         return [*clips]
 
+    def _opened(self, found: _Found) -> list[_Media]:
+        try:
+            return found.open()
+        except (InvalidRequest, TooLarge) as error:
+            raise EntryError(str(error.args[0])) from error
 
-@dataclass(frozen=True)
-class _Chunk:
+
+class _Chunk(NamedTuple):
     """A chunk of an entry, as far as its keys need it."""
 
     content: str
     modality: str
-    clip: Clip | None = None
+
+
+class _Found(NamedTuple):
+    """Chunks of an image or video of an entry; `open` decodes it."""
+
+    chunks: list[_Chunk]
+    open: Callable[[], list[_Media]]
 
 
 def _named(source: ImageSource) -> str:

@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from serving.config import OrbitServeConfig
-from serving.replicas.process import enter
+from serving.replicas.process import enter, enter_vllm
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -24,7 +24,10 @@ class Retriever:
     """Retriever role: indices of all vector stores in memory, the same in every replica."""
 
     async def __init__(self, config: OrbitServeConfig) -> None:  # type: ignore[misc]
-        enter(config.retriever)
+        if config.retriever.has_model:
+            enter_vllm(config.retriever, kv_cache_gib=None)
+        else:
+            enter(config.retriever)
         from kvstore.forget import ForgetRegistry
         from kvstore.library import Library
         from kvstore.search.vectors import warm_up
@@ -40,7 +43,7 @@ class Retriever:
         self._name = str(context.replica_id.unique_id)
         self._peers = serve.get_deployment_handle(type(self).__name__, context.app_name)
         files = FileStore(config.files_url, config.files)
-        embedder = await open_embedder(config.retriever)
+        embedder = await open_embedder(config)
         library = config.library.model_copy(update={"memory_bytes": _MEMORY_BYTES})
         self._library = Library(library, embedder.fingerprint)
         offsets = tokens_of(config.model.path)

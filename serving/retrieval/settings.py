@@ -8,7 +8,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from serving.settings import RoleSettings
 
-_EMBEDDER = re.compile(r"lexical|static|path:.+|http:https?://.+")
+_EMBEDDER = re.compile(r"lexical|static|model|path:.+|http:https?://.+")
 
 
 class RetrieverSettings(RoleSettings):
@@ -25,7 +25,9 @@ class RetrieverSettings(RoleSettings):
     embedder: str = Field(
         "static",
         description="lexical: words alone (BM25). static: text by a table of token vectors, which comes with the "
-        "package. path:DIR: a model in a directory that every host of the role has, in the layout of "
+        "package. model: images by the served model's vision tower, which each replica loads (on a GPU give the role a "
+        "share, `num_gpus`); words find them where the tower writes words (`aligned_words` in orbitserve.json beside "
+        "the weights). path:DIR: a model in a directory that every host of the role has, in the layout of "
         "sentence-transformers (text), CLIP or SigLIP (text and images). http:URL: a server's `URL/embeddings`, as "
         "OpenAI and vLLM have it. With another one all files are indexed again beside the old records.",
     )
@@ -49,12 +51,17 @@ class RetrieverSettings(RoleSettings):
         1_000_000, ge=1, description="Pages and passages of all vector stores; files beyond that fail."
     )
 
+    @property
+    def has_model(self) -> bool:
+        """True if the embedder is the served model."""
+        return self.embedder == "model"
+
     @field_validator("embedder")
     @classmethod
     def _known(cls, embedder: str) -> str:
         if not _EMBEDDER.fullmatch(embedder):
             raise ValueError(
-                "an embedder is lexical, static, path: and a directory, or http: and a URL, such as "
+                "an embedder is lexical, static, model, path: and a directory, or http: and a URL, such as "
                 "http:http://host:8000/v1"
             )
         return embedder

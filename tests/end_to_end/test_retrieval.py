@@ -6,7 +6,10 @@ import pytest
 from client import Service, user
 from pdf_support import pdf
 
+from serving.api.file_search import FUNCTION
+
 pytestmark = pytest.mark.service
+COMPARED = 32  # tokens of an answer
 
 MANUAL = pdf(["Chapter one", "Bolts and nuts"], ["Chapter two", "The carburettor mixes air and fuel"], ["Index"])
 
@@ -42,7 +45,8 @@ def test_an_answer_searches_before_it_goes_on(ingresses: Service):
     added = client.vector_stores.files.upload_and_poll(vector_store_id=store, file=("manual.pdf", MANUAL))
     tool = {"type": "file_search", "vector_store_ids": [store], "max_num_results": 1}
     forced = {"tools": [tool], "tool_choice": {"type": "file_search"}, "temperature": 0}
-    answer = service.chat(user("What mixes air and fuel?"), **forced, max_tokens=300)
+    asked = user("What mixes air and fuel?")
+    answer = service.chat(asked, **forced, max_tokens=300, return_token_ids=True)
     retrieval = answer["orbit"]["retrieval"]
     (round_,) = retrieval["rounds"]
     assert round_.get("error") is None, round_
@@ -50,11 +54,26 @@ def test_an_answer_searches_before_it_goes_on(ingresses: Service):
     assert (found["file_id"], found["page"] in (1, 2, 3), found["chunk"]) == (added.id, True, 0)
     assert round_["tokens_reused"] > 0, "both prompts begin alike"
     assert round_["tokens_computed"] < round_["prompt_tokens"]
-    assert answer["usage"]["prompt_tokens"] == round_["prompt_tokens"] > answer["orbit"]["prompt_tokens"]
+    first = answer["orbit"]["prompt_tokens"]
+    assert answer["usage"]["prompt_tokens"] == round_["prompt_tokens"] + first
+
+    # The second round's answer is that of its whole prompt, sent and linked afresh.
+    prompt, said = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+    called = next(i for i, (one, other) in enumerate(zip(said, prompt[first:], strict=False)) if one != other)
+    ended = service.post({"model": service.model, "tokens": said[: called - 1]}, "/detokenize").json()
+    told = f"Found, in the order shown:\n[1] manual.pdf, page {found['page']}"
+    page = {"type": "file", "file": {"file_id": added.id}}
+    turns = [*asked, {"role": "assistant", "content": ended["prompt"]}, *user(page, told)]
+    fields = {"tools": [FUNCTION], "tool_choice": "none", "orbit": {"mode": "off", "pages": str(found["page"])}}
+    fresh = service.chat(turns, **fields, max_tokens=COMPARED, return_token_ids=True)
+    assert fresh["prompt_token_ids"] == prompt
+    assert fresh["choices"][0]["token_ids"] == said[called:][:COMPARED]
+
     response = client.responses.create(
         model=answer["model"], input="What mixes air and fuel?", max_output_tokens=300, **forced
     )
     assert response.output[0].type == "file_search_call"
     assert response.output[0].queries == [round_["query"]]  # the same prompt, whichever endpoint it came by
+    assert (response.model_extra or {})["orbit"]["retrieval"]["rounds"][0]["vision_tokens_encoded"] == 0
     client.vector_stores.delete(store)
     client.files.delete(added.id)

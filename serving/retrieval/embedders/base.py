@@ -1,11 +1,12 @@
 """The contract of embedders.
 
-| embedder   | module  | what it embeds                  | needs                     |
-|------------|---------|---------------------------------|---------------------------|
-| `lexical`  | lexical | nothing: words alone            |                           |
-| `static`   | static  | text, by a table of tokens      | a wheel with 16 MB of it  |
-| `path:DIR` | path    | text; images by CLIP and SigLIP | a model in a directory    |
-| `http:URL` | http    | text; images, where it can      | a server for `/v1/embeddings` |
+| embedder   | module  | what it embeds                         | needs                         |
+|------------|---------|----------------------------------------|-------------------------------|
+| `lexical`  | lexical | nothing: words alone                   |                               |
+| `static`   | static  | text, by a table of tokens             | a wheel with 16 MB of it      |
+| `model`    | model   | images; words, where its tower does so | the served model's tower      |
+| `path:DIR` | path    | text; images by CLIP and SigLIP        | a model in a directory        |
+| `http:URL` | http    | text; images, where it can             | a server for `/v1/embeddings` |
 
 Queries and documents are separate calls, because models want other prompts before them. A result is always a list of
 [m, dims] arrays, fp32, one per item: m is 1 for single vectors, more for late interaction, 0 where nothing can be made

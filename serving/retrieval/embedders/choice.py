@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from serving.config import OrbitServeConfig
 from serving.retrieval.embedders.base import Embedder
 from serving.retrieval.embedders.http import HttpEmbedder
 from serving.retrieval.embedders.lexical import LexicalEmbedder
 from serving.retrieval.embedders.static import StaticEmbedder
-from serving.retrieval.settings import RetrieverSettings
 
 _HTTP, _PATH = "http:", "path:"
 
 
-async def open_embedder(settings: RetrieverSettings) -> Embedder:
-    """The embedder of these settings, ready. Raises EmbedderFailed."""
+async def open_embedder(config: OrbitServeConfig) -> Embedder:
+    """The embedder of a deployment, ready. Raises EmbedderFailed."""
+    settings = config.retriever
     if settings.embedder == "lexical":
         return LexicalEmbedder()
     if settings.embedder == "static":
         return StaticEmbedder()
+    if settings.has_model:
+        from serving.retrieval.embedders.model import ModelEmbedder
+
+        return await asyncio.to_thread(ModelEmbedder.of, config)
     prompts = (settings.query_prompt, settings.document_prompt)
     if settings.embedder.startswith(_PATH):
         from serving.retrieval.embedders.path import PathEmbedder

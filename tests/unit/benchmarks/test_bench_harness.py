@@ -27,6 +27,7 @@ UNRECORDED = {
     "elastic",
     "image-first",
     "lazy",
+    "mrag",
     "turns",
     "video-window",
 }  # no whole run of them was made yet

@@ -37,8 +37,9 @@ def app(tmp_path: Path) -> FastAPI:
     stores, http = VectorStores(files), HttpSettings()
     app = FastAPI()
     roles: Any = None
-    app.include_router(files_router(files, stores, MediaResolver(http, files, stores), 1000, on_delete))
-    app.include_router(vector_stores_router(stores, on_delete))
+    media = MediaResolver(http, files, stores)
+    app.include_router(files_router(files, stores, media, 1000, on_delete))
+    app.include_router(vector_stores_router(stores, on_delete, media))
     app.include_router(fidelity_router(roles))
     app.include_router(chat_router)
     app.include_router(models_router)

@@ -52,7 +52,7 @@ class Api:
         self.app = FastAPI()
         media = MediaResolver(HttpSettings(), files, self.stores)
         self.app.include_router(files_router(files, self.stores, media, 1 << 20, self._forget))
-        self.app.include_router(vector_stores_router(self.stores, self._forget))
+        self.app.include_router(vector_stores_router(self.stores, self._forget, media))
         answer_errors(self.app)
         self.app.add_middleware(Authenticate, KeyRing(KEYS))
 

@@ -21,10 +21,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from serving.config import OrbitServeConfig
 from serving.retrieval.embedders.base import EmbedderFailed, Item
 from serving.retrieval.embedders.choice import open_embedder
 from serving.retrieval.embedders.path import PathEmbedder
-from serving.retrieval.settings import RetrieverSettings
 
 WORDS = ["<pad>", "<unk>", "bees", "boats", "sail", "fly", "query", "end"]
 
@@ -57,7 +57,8 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_texts_are_pooled_as_one_by_one_and_queries_have_their_prompt(sentences: Path):
-    embedder = await open_embedder(RetrieverSettings(embedder=f"path:{sentences}"))
+    config = OrbitServeConfig(model={"path": sentences}, retriever={"embedder": f"path:{sentences}"})
+    embedder = await open_embedder(config)
     assert (embedder.dims, embedder.modalities) == (32, {"text"})
     model, words = BertModel.from_pretrained(sentences).eval(), tokenizer()
 

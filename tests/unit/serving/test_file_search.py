@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from clock import Clock
 from engine_client_support import Roles
 from openai import AsyncOpenAI
 from pdf_support import pdf
@@ -27,12 +28,15 @@ from serving.config import OrbitServeConfig
 from serving.documents.passages import tokens_of
 from serving.engine_spec import front_end_config
 from serving.frontend.engine_client import LinkedEngineClient
+from serving.frontend.rate_limits import RateLimits
 from serving.retrieval.embedders.lexical import LexicalEmbedder
 from serving.retrieval.indices import StoreIndices
 from serving.retrieval.parts import FileSplitter
 from serving.retrieval.settings import RetrieverSettings
+from serving.settings import TenantLimits
 
 MODEL = "qwen2_5_vl-tiny"
+REUSED = 5  # tokens of every link, as `Roles` have it
 MANUAL = pdf(["Chapter one", "Bolts and nuts"], ["Chapter two", "The carburettor mixes fuel"], ["Valves and pistons"])
 
 
@@ -164,7 +168,10 @@ async def test_an_answer_goes_on_behind_its_search_with_the_tokens_as_they_were(
     assert (round_["query"], round_["results"]) == ("carburettor", 1)
     assert round_["pause_ms"] > 0
     said_tokens = len(generated) + len(service.roles.said("The carburettor does [1]."))
-    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (said_tokens, len(second.token_ids))
+    prompt_tokens = len(first.token_ids) + len(second.token_ids)
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (said_tokens, prompt_tokens)
+    assert answer.usage.total_tokens == said_tokens + prompt_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2 * REUSED
 
 
 async def test_what_is_streamed_is_what_a_whole_answer_says(service: Service):
@@ -177,7 +184,8 @@ async def test_what_is_streamed_is_what_a_whole_answer_says(service: Service):
     assert last.choices[0].finish_reason == "stop"
     assert last.choices[0].delta.annotations[0]["page"] == 2
     assert usage.orbit["retrieval"]["results"][0]["page"] == 2
-    assert usage.usage.prompt_tokens == len(service.roles.linked[1].token_ids)
+    assert usage.usage.prompt_tokens == sum(len(linked.token_ids) for linked in service.roles.linked)
+    assert usage.usage.prompt_tokens_details.cached_tokens == 2 * REUSED
 
 
 async def test_pages_of_a_later_search_stand_beside_those_of_the_first(service: Service):
@@ -261,6 +269,48 @@ async def test_what_cannot_be_is_refused(service: Service, fields: dict[str, Any
     assert service.roles.linked == []
 
 
+async def test_prompts_of_later_rounds_count_in_the_tenants_limit(service: Service, monkeypatch: pytest.MonkeyPatch):
+    bounded = RateLimits(lambda tenant: TenantLimits(tokens_per_minute=100_000), clock=Clock())
+    monkeypatch.setattr(service.client, "limits", bounded)
+    for stream in (False, True):
+        left = float(bounded.headers("local")["x-ratelimit-remaining-tokens"])
+        service.says(call("carburettor"), call("valves"), "Done.")
+        usage: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+        answer: Any = await service.ask(stream=stream, **usage)
+        if stream:
+            answer = [event async for event in answer][-1]
+        assert answer.usage.total_tokens > sum(len(linked.token_ids) for linked in service.roles.linked)
+        taken = left - float(bounded.headers("local")["x-ratelimit-remaining-tokens"])
+        assert taken == answer.usage.total_tokens
+
+
+async def test_every_rounds_link_is_counted_and_one_time_to_first_token(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    observed: list[Any] = []
+    monkeypatch.setattr(service.client, "observe", observed.append)
+    service.says(call("carburettor"), "Done.")
+    answer = await service.ask()
+    assert [one.tokens_reused for one in observed] == [REUSED, REUSED]
+    assert [one.ttft_ms is None for one in observed].count(False) <= 1
+    assert sum(len(one.chunks) for one in observed) == len(answer.orbit["chunks"]) == 1
+
+
+async def test_a_clients_grammar_holds_in_every_round(service: Service):
+    service.says(call("carburettor"), "Done.")
+    await service.ask(extra_body={"structured_outputs": {"regex": "a+"}})
+    assert [params.structured_outputs.regex for _, params in service.roles.generated] == ["a+", "a+"]
+
+
+async def test_the_fixed_prefix_of_a_search_is_no_text_before_its_pages(service: Service):
+    service.says(call("carburettor"), "Done.")
+    await service.ask()
+    first, second = service.roles.linked
+    words = len(second.token_ids[first.head : second.chunks[0].start])
+    assert second.head == first.head > len(second.prefix)
+    assert second.words_before == words < len(first.token_ids)
+
+
 async def test_another_tenants_store_is_none(service: Service):
     with pytest.raises(openai.NotFoundError):
         await service.sdk().chat.completions.create(
@@ -287,6 +337,9 @@ async def test_responses_search_and_cite(service: Service):
     assert (searched.type, searched.queries, searched.status) == ("file_search_call", ["carburettor"], "completed")
     assert "carburettor" in searched.results[0].text
     assert answer.output_text == "I look.The carburettor [1]."
+    assert answer.usage.input_tokens == sum(len(linked.token_ids) for linked in service.roles.linked)
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    assert answer.usage.input_tokens_details.cached_tokens == 2 * REUSED
     (cited,) = message.content[0].annotations
     assert (cited.type, cited.file_id, cited.page) == ("file_citation", service.file, 2)
     assert answer.orbit["retrieval"]["rounds"][0]["query"] == "carburettor"
@@ -308,6 +361,7 @@ async def test_responses_stream_their_searches(service: Service):
     assert [event.sequence_number for event in events] == sorted(event.sequence_number for event in events)
     assert [item.type for item in final.output] == ["file_search_call", "message"]
     assert final.output_text == "It is [1]."
+    assert final.usage.input_tokens == sum(len(linked.token_ids) for linked in service.roles.linked)
     assert final.output[1].content[0].annotations[0].file_id == service.file
 
 

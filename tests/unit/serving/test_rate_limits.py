@@ -46,6 +46,17 @@ def test_a_request_larger_than_the_limit_takes_a_full_bucket_and_is_owed():
     assert refused.value.retry_after_s == pytest.approx(61)
 
 
+def test_what_is_charged_for_an_answer_under_way_is_never_refused_but_owed():
+    clock = Clock()
+    bounded = limits(clock, tokens_per_minute=600)
+    bounded.take("acme", "tokens", 500)
+    bounded.charge("acme", "tokens", 400)
+    bounded.charge("other", "tokens", 400)
+    with pytest.raises(RateLimited) as refused:
+        bounded.take("acme", "tokens", 10)
+    assert refused.value.retry_after_s == pytest.approx(31)
+
+
 def test_headers_tell_what_is_left_as_openai_does():
     clock = Clock()
     bounded = limits(clock, requests_per_minute=60, tokens_per_minute=6000)

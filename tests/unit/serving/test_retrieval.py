@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 from pdf_support import pdf
+from PIL import Image
 
 from kvstore.library import Library
 from kvstore.records.keys import DYNAMIC_TENANT
@@ -35,7 +39,7 @@ from serving.documents.settings import DocumentSettings
 from serving.frontend.documents import Documents
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import RequestTrace
-from serving.retrieval.embedders.base import Embedder, EmbedderFailed, Item
+from serving.retrieval.embedders.base import Embedder, EmbedderFailed, Item, unit
 from serving.retrieval.embedders.http import HttpEmbedder
 from serving.retrieval.embedders.static import StaticEmbedder
 from serving.retrieval.indices import StoreIndices
@@ -72,7 +76,7 @@ class Api:
         self.media = MediaResolver(HttpSettings(), self.files, self.stores, Documents(Letters()), pdfs=pdfs)
         self.app = FastAPI()
         self.app.include_router(files_router(self.files, self.stores, self.media, 1 << 20, self._forget))
-        self.app.include_router(vector_stores_router(self.stores, self._forget, self.retrieval))
+        self.app.include_router(vector_stores_router(self.stores, self._forget, self.media, self.retrieval))
         answer_errors(self.app)
         self.app.add_middleware(Authenticate, KeyRing(KEYS))
         self._turn = 0
@@ -243,7 +247,7 @@ async def test_without_its_embedder_a_search_goes_by_words_and_says_so(api: Api,
     trace = RequestTrace()
     messages = [{"role": "user", "content": "who is the queen?"}]
     asked = {"vector_store_ids": [store.id]}
-    (changed,) = await retrieved(messages, "ops", asked, api.retrieval, trace)
+    (changed,) = await retrieved(messages, "ops", asked, api.retrieval, api.media, trace)
     assert changed["content"][0]["type"] == FOUND
     assert trace.report.retrieval is not None
     assert trace.report.retrieval.degraded == "lexical"
@@ -257,7 +261,7 @@ async def test_found_pages_stand_before_the_question_and_are_drawn(api: Api):
     trace = RequestTrace()
     asked = {"vector_store_ids": [store.id], "max_num_results": 2, "query": "chapter carburettor"}
     messages = [{"role": "user", "content": "What does it mix?"}]
-    (message,) = await retrieved(messages, "two", asked, api.retrieval, trace)
+    (message,) = await retrieved(messages, "two", asked, api.retrieval, api.media, trace)
     (resolved,) = await api.media.resolve_messages([message], "two")
     kinds = [part["type"] for part in resolved["content"]]
     assert kinds == ["image_pil", "image_pil", "text"]
@@ -273,6 +277,67 @@ async def test_found_pages_stand_before_the_question_and_are_drawn(api: Api):
     part = {"role": "user", "content": [{"type": "file", "file": {"file_id": file.id}}]}
     (named,) = await api.media.resolve_messages([part], "two", pages="3,2")
     assert [one["uuid"] for one in named["content"]][1] == resolved["content"][1]["uuid"]
+
+
+class Colours:
+    """An embedder of images by their mean colour."""
+
+    fingerprint, dims, modalities = "colours", 3, frozenset({"image"})
+
+    async def embed_queries(self, items: Sequence[Item]) -> list[np.ndarray]:
+        return await self.embed_documents(items)
+
+    async def embed_documents(self, items: Sequence[Item]) -> list[np.ndarray]:
+        opened = [Image.open(io.BytesIO(item.image)).convert("RGB") if item.image else None for item in items]
+        return [np.zeros((0, 3)) if image is None else unit(np.asarray(image).mean((0, 1))[None]) for image in opened]
+
+
+def coloured(*colour: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (56, 56), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def image_part(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(data).decode()}"}}
+
+
+async def test_an_image_asks_for_those_like_it(tmp_path: Path):
+    api = Api(tmp_path, Colours())
+    client = api.client()
+    store = (await client.vector_stores.create()).id
+    files = {}
+    for name, colour in (("red", (250, 0, 0)), ("blue", (0, 0, 250))):
+        file = await client.files.create(file=(f"{name}.png", coloured(*colour)), purpose="assistants")
+        await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store, poll_interval_ms=20)
+        files[name] = file.id
+    inline = image_part(coloured(90, 0, 9))
+    ask = partial(client.vector_stores.search, store)
+    (red, blue) = (await ask(query=[inline])).data  # type: ignore[list-item]
+    assert (red.file_id, blue.file_id) == (files["red"], files["blue"])
+    (best, _) = (await ask(query=[blue.content[0].model_dump()])).data  # type: ignore[list-item]
+    assert best.file_id == files["blue"]
+    trace = RequestTrace()
+    messages = [{"role": "user", "content": [inline]}]
+    asked = {"vector_store_ids": [store], "max_num_results": 1}
+    await retrieved(messages, "ops", asked, api.retrieval, api.media, trace)
+    assert trace.report.retrieval is not None
+    assert [one.file_id for one in trace.report.retrieval.results] == [files["red"]]
+    for part, why in (
+        ({"type": "audio"}, r"query\[0\]: a query's parts are text"),
+        ({"type": "text", "text": " "}, "neither words nor images"),
+        ({"type": "image_file", "image_file": {"file_id": files["red"], "page": 2}}, "has no page 2"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why):
+            await ask(query=[part])  # type: ignore[list-item]
+
+
+async def test_an_embedder_of_words_is_not_asked_by_images(api: Api):
+    client = api.client()
+    store = (await client.vector_stores.create()).id
+    part = image_part(coloured(9, 9, 9))
+    with pytest.raises(openai.BadRequestError, match="takes no images"):
+        await client.vector_stores.search(store, query=[part])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
@@ -363,5 +428,5 @@ async def test_an_embedder_behind_a_url_batches_texts_and_tells_what_is_wrong():
 
 
 def test_an_embedder_that_is_none_is_refused_by_name():
-    with pytest.raises(ValueError, match="lexical, static, path"):
+    with pytest.raises(ValueError, match="lexical, static, model, path"):
         RetrieverSettings(embedder="magic")
