@@ -1,6 +1,6 @@
 """From a manifest entry to what the offline worker computes.
 
-    read        the bytes, from wherever fsspec finds them
+    read        the bytes, from wherever fsspec finds them, or of a vector store (`precompute_store`)
     named       content ids, and with them the keys of all records: is anything missing?
     opened      checked and decoded                      by `api.media` and `api.clips`, as a request's are
     rendered    to the prompt of a request               by vLLM's renderer and `segments`
@@ -16,7 +16,8 @@ import errno
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from PIL import Image
 from pydantic import ValidationError
@@ -26,6 +27,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 
+from kvstore.errors import StoreError
 from kvstore.operator.patch import PatchKind
 from kvstore.records.keys import owned_content_id
 from kvstore.uploads.files import FileStore
@@ -47,6 +49,7 @@ from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.frontend.video_options import VideoOptions
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
+from serving.offline.precompute_store import StorePictures
 
 MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link
 
@@ -71,6 +74,7 @@ class Preparer:
         limits = self._prompts.image_limits(config.http.max_resized_pixels)
         self._clips = self._prompts.clips(config.video)
         self._media = MediaResolver(config.http, files, VectorStores(files), limits=limits)
+        self._stored = StorePictures(config, files, self._media)
         self._delimiters: dict[str, tuple[list[int], list[int]]] = {}  # what opens and closes a chunk, by modality
 
     @classmethod
@@ -95,12 +99,9 @@ class Preparer:
         """Task of an entry; None if all of it is stored. Raises EntryError."""
         self._check(entry)
         opening = Opening.of(entry)
-        data = await asyncio.gather(*(asyncio.to_thread(self._read, source) for source in entry.images))
+        found = await asyncio.gather(*(asyncio.to_thread(self._found, source, entry) for source in entry.images))
         kind = None if entry.patches == "none" else PatchKind(entry.patches)
-        named = await asyncio.gather(
-            *(asyncio.to_thread(self._chunks_of, *pair, entry) for pair in zip(data, entry.images, strict=True))
-        )
-        chunks = [chunk for several in named for chunk in several]
+        chunks = [chunk for one in found for chunk in one.chunks]
         contents = [chunk.content for chunk in chunks]
         self._check_count(len(chunks), entry)
         if len(chunks) == 1 and kind is PatchKind.orbit:
@@ -111,9 +112,7 @@ class Preparer:
         names = self._offline.wanted(self._outline(chunks, entry.tenant, prefix), kind)
         if await asyncio.to_thread(self._is_stored, names, entry.tenant):
             return None
-        opened = await asyncio.gather(
-            *(asyncio.to_thread(self._open, *one, entry.tenant) for one in zip(named, data, entry.images, strict=True))
-        )
+        opened = await asyncio.gather(*(asyncio.to_thread(self._opened, one) for one in found))
         images = [one for several in opened for one in several]
         segments = await self._prompts.render(opening, images)
         if len(segments.token_ids) > self._offline.capacity:
@@ -140,11 +139,11 @@ class Preparer:
                 f"orbit patches of {count} images and clips: at most {MAX_ORBIT_IMAGES}, for all orders are computed"
             )
 
-    def _outline(self, found: Sequence[_Chunk], tenant: str, prefix: tuple[int, ...]) -> LinkRequest:
+    def _outline(self, wanted: Sequence[_Chunk], tenant: str, prefix: tuple[int, ...]) -> LinkRequest:
         """A prompt of these chunks without their placeholders, which no key depends on."""
         chunks: list[ChunkSpan] = []
         tokens: list[int] = []
-        for one in found:
+        for one in wanted:
             opening, closing = self._delimiters[one.modality]
             start, first = len(tokens), len(tokens) + len(opening)
             tokens += [*opening, *closing]
