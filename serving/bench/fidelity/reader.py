@@ -32,7 +32,7 @@ _HELD = 32768  # tokens of the prompts in one forward, computed or given: their 
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """One picture, or clip, as a chunk, or text: its tokens with delimiters, and inputs of its forward."""
+    """One picture as a chunk, or text: its tokens with delimiters, and inputs of its forward."""
 
     token_ids: tuple[int, ...]
     span: ChunkSpan  # as if the chunk began at token 0
