@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,6 +181,7 @@ class Planner:
         self._plans, self._settings = Plans(roles, settings), settings
         self._app_name, self._roles = app_name, roles
         self._handles: dict[Role, DeploymentHandle] = {}
+        self._known: dict[Role, set[str]] = {}  # replicas at the last round
         self._asking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -205,17 +206,19 @@ class Planner:
 
         if role not in self._handles:
             self._handles[role] = DeploymentHandle(self._roles[role].deployment, self._app_name)
+        patience = self._settings.period_s
         try:
-            responses = self._handles[role].broadcast("signals")
-            found = await responses.results_async(timeout_s=self._settings.period_s, return_exceptions=True)
-        except (DeploymentUnavailableError, TimeoutError):
+            async with asyncio.timeout(patience):
+                calls = await self._handles[role].broadcast("signals")._fetch_replica_results_async()
+        except DeploymentUnavailableError:  # it has no replica
+            self._known[role] = set()
             return {}
-        signals: dict[str, Mapping[str, object]] = {}
-        for number, answer in enumerate(found):
-            if isinstance(answer, tuple):
-                signals[answer[0]] = answer[1]
-            else:
-                signals[f"lost-{number}"] = {}
+        except TimeoutError:
+            return {name: {} for name in self._known.get(role, ())}
+        answers = (asyncio.wait_for(call.get_async(), patience) for call in calls)
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        signals = by_replica(found, self._known.get(role, ()))
+        self._known[role] = set(signals)
         return signals
 
     async def target(self, role: str, running: int, target: int) -> int | None:
@@ -225,6 +228,23 @@ class Planner:
     async def status(self) -> dict[str, Any]:
         """See `Plans.status`."""
         return self._plans.status()
+
+
+def by_replica(answers: Sequence[object], known: Collection[str]) -> dict[str, Mapping[str, object]]:
+    """Signals by replica, {} of one that did not answer.
+
+    An answer that is late does not tell whose it is: it is taken for one of a known replica's that told nothing, so
+    that what this one has counted before goes on.
+
+    Args:
+        answers: (name, signals) or an exception, by replica.
+        known: replicas at the last round.
+    """
+    signals: dict[str, Mapping[str, object]] = dict(answer for answer in answers if isinstance(answer, tuple))
+    silent = iter([name for name in sorted(known) if name not in signals])
+    for number in range(len(answers) - len(signals)):
+        signals[next(silent, f"lost-{number}")] = {}
+    return signals
 
 
 def start_planner(app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> Any:

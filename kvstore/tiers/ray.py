@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import QUARANTINE, Entry, Tier, check_key
+from kvstore.tiers.base import QUARANTINE, Entry, Lifetime, Tier, check_key
 from kvstore.tiers.paths import MARKERS
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class RayTier(Tier):
         directory: name of the actor that knows them; tiers of one name are one tier.
         limit_bytes: beyond it the directory lets go of what was not used for longest.
     """
+
+    lifetime = Lifetime.NODE  # of whichever node wrote a blob
 
     def __init__(self, directory: str, limit_bytes: int, name: str = "object-store") -> None:
         self.name = name

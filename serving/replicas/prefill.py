@@ -34,6 +34,7 @@ from serving.frontend.ray_roles import answered
 from serving.placement.patch_feed import PatchFeed, PatchFeedSource
 from serving.replicas.canary import Canary
 from serving.replicas.fidelity import PrefillFidelity
+from serving.replicas.hand_over import HandOver
 from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm, replica_name
 from serving.routing.reports import PrefillReporter
@@ -43,6 +44,7 @@ from serving.scaling.roles import scales
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvstore.hand_over import Parcel
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.disabled_points import PointDecision
     from prefill_workers.fidelity.monitor import PointStatus
@@ -77,6 +79,7 @@ class PrefillWorker:
             for outcome in self._engine.require_self_check():
                 logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
         self._library = Library(config.library, self._engine.fingerprint)
+        self._hand_over = HandOver(self._library)
         self._compiler = compiler
         self._deficits = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
         keeper = DeploymentHandle("LibraryKeeper", serve.get_replica_context().app_name)  # bound, it would be a circle
@@ -256,10 +259,11 @@ class PrefillWorker:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the role is scaled; see `autoscale.signals`."""
-        return self._meter.signals(self._loop.stats(), self._library.stats())
+        return self._meter.signals(self._loop.stats(), self._library.stats(), self._hand_over.cost_s())
 
     async def signals(self) -> tuple[str, dict[str, float]]:
-        """This replica's name, and its signals for the planner."""
+        """This replica's name, and its signals for the planner, who asks all replicas."""
+        self._hand_over.called()
         return self._name, await self.record_autoscaling_stats()
 
     async def stats(self) -> dict[str, Any]:
@@ -294,6 +298,18 @@ class PrefillWorker:
         finally:
             await asyncio.to_thread(self._library.delete_content, content, tenant)
 
+    async def lacking(self, paths: Sequence[str]) -> list[str]:
+        """Of these paths, those whose records are not within reach; asked by a replica that goes."""
+        from kvstore.hand_over import lacking
+
+        return await asyncio.to_thread(lacking, self._library, paths)
+
+    async def adopt(self, parcels: Sequence[Parcel]) -> int:
+        """Take over records of a replica that goes; returns how many."""
+        from kvstore.hand_over import adopt
+
+        return await asyncio.to_thread(adopt, self._library, parcels)
+
     async def check_health(self) -> None:
         """Raise when the engine does not serve.
 
@@ -312,10 +328,12 @@ class PrefillWorker:
         await asyncio.wrap_future(self._loop.compute_one_token())
 
     async def _retire(self) -> None:
-        """Wait until no lease is held, and all that was learnt is stored for the replicas that stay."""
+        """Store all that was learnt, hand over what only this replica has, and wait until no lease is held."""
+        await self.flush()
+        handed = await self._hand_over.run()
+        logger.info("handed over %d records, %d bytes; %d were left", handed.records, handed.nbytes, handed.left)
         while self._loop.stats().leases:
             await asyncio.sleep(_LEASE_LOOK_SECONDS)
-        await self.flush()
         self._loop.stop()
         self._library.close()
 

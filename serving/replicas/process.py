@@ -51,7 +51,7 @@ def enter_vllm(
     enter(settings)
     keep_log_open()
     os.environ.pop(KV_SPACE, None)  # of whoever started Ray
-    if _is_alone():
+    if is_alone():
         os.environ.setdefault(*UCX_LOOPBACK)
     os.environ.update(
         vllm_environment(
@@ -70,10 +70,10 @@ def replica_name() -> str:
 
 def address_for_peers() -> str:
     """Address of this node for other replicas: loopback where all of them are on this machine."""
-    return LOOPBACK if _is_alone() else str(ray.util.get_node_ip_address())
+    return LOOPBACK if is_alone() else str(ray.util.get_node_ip_address())
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     """True where all replicas are on this machine."""
     return os.environ.get(ONE_MACHINE) == "1"
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from autoscale.controllers import Oracle, Static
 from autoscale.curves import ForwardCost
-from autoscale.planner import Plans, Scaled
+from autoscale.planner import Plans, Scaled, by_replica
 from autoscale.policies import Bounds
 from autoscale.settings import AutoscaleSettings, Mode
-from autoscale.signals import Role
+from autoscale.signals import Role, Window
 from autoscale.simulated import Machine
 from autoscale.simulator import Limits, Result, Simulation
 from autoscale.traces import Chunk, Request, generated
@@ -204,3 +204,17 @@ def test_the_planner_tells_targets_with_reasons_and_nothing_when_it_is_late(tmp_
     lines = [json.loads(line) for line in settings.log.read_text().splitlines()]  # type: ignore[union-attr]
     assert lines[0]["reason"] == "unknown"
     assert lines[-1]["signals"]["a"]["ready_s"] == 20.0
+
+
+def test_a_replica_that_is_late_once_loses_nothing_that_it_has_counted():
+    """As on a busy host, where every third round an answer does not come in time."""
+    signals = by_replica([("a", busy(0, 1.0)), TimeoutError(), TimeoutError()], {"a", "b"})
+    assert signals == {"a": busy(0, 1.0), "b": {}, "lost-1": {}}
+    window, known = Window(Role.PREFILL), set[str]()
+    for now in range(0, 120, 2):
+        answers = [("a", busy(now, 0.5)), TimeoutError() if now % 6 == 4 else ("b", busy(now, 0.5))]
+        window.observe(now, by_replica(answers, known))
+        known = {"a", "b"}
+    assert window.demand is not None
+    assert window.demand.load == pytest.approx(1.0, abs=0.02)
+    assert not window.demand.is_partial, "it is not stale yet"
