@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from autoscale.nodes import Bundle, NodeRequests
 from autoscale.policies import Bounds, Decision, Goals
 from autoscale.scaler import Counts, Scaler
 from autoscale.settings import AutoscaleSettings, Mode
@@ -38,11 +39,12 @@ _MOST_LOG_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Scaled:
-    """A role that is planned for: its deployment, bounds, and GPUs of a replica."""
+    """A role that is planned for: its deployment, bounds, GPUs of a replica, and all that one reserves."""
 
     deployment: str
     bounds: Bounds
     gpus: float = 0.0
+    bundle: Bundle = field(default_factory=Bundle)
 
 
 def actor_name(app_name: str) -> str:
@@ -158,6 +160,15 @@ class Plans:
             "turns": decision.memory.turns,
         }
 
+    def bundles(self) -> list[Bundle]:
+        """Of all replicas that are planned, or there are; a role without a plan keeps its least."""
+        found = []
+        for role, last in self._last.items():
+            asked = last.counts.target if last.counts is not None else self._roles[role].bounds.min
+            planned = last.decision.target if last.decision is not None else asked
+            found += [self._roles[role].bundle] * max(asked, planned)
+        return found
+
     def status(self) -> dict[str, Any]:
         """Mode, and per role the last decision and counters of reasons."""
         roles = {}
@@ -177,7 +188,12 @@ class Plans:
 class Planner:
     """The actor. Its methods run on one event loop."""
 
-    def __init__(self, app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> None:
+    def __init__(
+        self, app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings, fixed: Sequence[Bundle] = ()
+    ) -> None:
+        """`fixed`: what the replicas of all other roles reserve."""
+        self._nodes = NodeRequests() if settings.nodes and settings.mode is Mode.ACT else None
+        self._fixed = fixed
         self._plans, self._settings = Plans(roles, settings), settings
         self._app_name, self._roles = app_name, roles
         self._handles: dict[Role, DeploymentHandle] = {}
@@ -196,6 +212,9 @@ class Planner:
                 answers = await asyncio.gather(*(self._ask(role) for role in self._roles))
                 signals = dict(zip(self._roles, answers, strict=True))
                 self._plans.plan(signals, time.monotonic(), time.time())
+                if self._nodes is not None:
+                    wanted = [*self._fixed, *self._plans.bundles()]
+                    await asyncio.to_thread(self._nodes.want, wanted, time.monotonic())
             except Exception:
                 logger.exception("no plan this time")
             await asyncio.sleep(max(0.1, self._settings.period_s - (time.monotonic() - began)))
@@ -225,6 +244,15 @@ class Planner:
         """See `Plans.target`."""
         return self._plans.target(Role(role), running, target, time.monotonic())
 
+    async def end(self) -> None:
+        """Make no further plans, and want no nodes."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+            self._asking = None
+        if self._nodes is not None:
+            await asyncio.to_thread(self._nodes.withdraw)
+
     async def status(self) -> dict[str, Any]:
         """See `Plans.status`."""
         return self._plans.status()
@@ -247,12 +275,14 @@ def by_replica(answers: Sequence[object], known: Collection[str]) -> dict[str, M
     return signals
 
 
-def start_planner(app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> Any:
+def start_planner(
+    app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings, fixed: Sequence[Bundle] = ()
+) -> Any:
     """The application's planner; it lives as long as the caller's process keeps this handle."""
     planner = (
         ray.remote(Planner)
         .options(name=actor_name(app_name), namespace=NAMESPACE, num_cpus=0, get_if_exists=True, max_restarts=-1)
-        .remote(app_name, dict(roles), settings)
+        .remote(app_name, dict(roles), settings, list(fixed))
     )
     planner.start.remote()
     return planner

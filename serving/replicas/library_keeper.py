@@ -20,7 +20,7 @@ from serving.config import OrbitServeConfig
 from serving.placement.patch_feed import KEEPER_LIMIT, PatchFeed, PatchFeedSource, log_stored
 from serving.replicas.fidelity import FidelityKeeper
 from serving.replicas.process import enter, replica_name
-from serving.scaling.roles import planned
+from serving.scaling.roles import fixed_bundles, planned
 from serving.settings import ReplicaRange, RoleSettings
 
 if TYPE_CHECKING:
@@ -67,7 +67,12 @@ class LibraryKeeper:
         self._feed = PatchFeedSource(replica_name(), KEEPER_LIMIT)
         period_s = config.keeper.catalogue_period_s
         if config.autoscale.mode is not Mode.OFF:
-            self._planner = start_planner(serve.get_replica_context().app_name, planned(config), config.autoscale)
+            app_name = serve.get_replica_context().app_name
+            self._planner = start_planner(app_name, planned(config), config.autoscale, fixed_bundles(config))
+            if config.autoscale.nodes:
+                vars(self)["__del__"] = (
+                    self._planner.end.remote
+                )  # Serve awaits an instance's; a crash leaves the request
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
