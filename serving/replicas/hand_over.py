@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ray import serve
@@ -49,14 +49,14 @@ class HandOver:
     replica was last called among all others.
     """
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
+    def __init__(self, library: Library, clock: Callable[[], float] = time.monotonic) -> None:
+        self._library, self._clock = library, clock
         self._outlives = Lifetime.NODE if is_alone() else Lifetime.STORE
-        self._called = time.monotonic()
+        self._called = clock()
 
     def called(self) -> None:
         """Note a call that went to all running replicas."""
-        self._called = time.monotonic()
+        self._called = self._clock()
 
     def cost_s(self) -> float:
         """Seconds that the end of this replica costs; see `kvstore.hand_over.at_stake`."""
@@ -69,5 +69,5 @@ class HandOver:
         from kvstore.hand_over import hand_over
 
         forgotten = self._called + self._library.settings.deletion_grace_s - _MARGIN_S
-        until = min(time.monotonic() + HAND_OVER_S, forgotten)
-        return await hand_over(self._library, self._outlives, RaySiblings(), until)
+        until = min(self._clock() + HAND_OVER_S, forgotten)
+        return await hand_over(self._library, self._outlives, RaySiblings(), until, self._clock)

@@ -19,7 +19,7 @@ from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
 from serving.placement.patch_feed import KEEPER_LIMIT, PatchFeed, PatchFeedSource, log_stored
 from serving.replicas.fidelity import FidelityKeeper
-from serving.replicas.process import enter, replica_name
+from serving.replicas.process import enter, replica_name, replica_states
 from serving.scaling.roles import fixed_bundles, planned
 from serving.settings import ReplicaRange, RoleSettings
 
@@ -181,9 +181,7 @@ def _number(settings: RoleSettings) -> int | None:
 
 async def _there(role: DeploymentHandle) -> int:
     """Replicas that Serve keeps of a role, those that are starting included: one may be the successor of a lost one."""
-    status = await asyncio.to_thread(serve.status)
-    application = status.applications.get(role.app_name)
-    states = application.deployments[role.deployment_name].replica_states if application is not None else {}
+    states = await asyncio.to_thread(replica_states, role.app_name, role.deployment_name)
     return sum(count for state, count in states.items() if state != "STOPPING")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -17,8 +18,11 @@ from ray.serve.handle import DeploymentHandle
 
 from infra.nixl_handshake import dropped
 from infra.vllm_env import is_cpu_build
+from prefill_workers.modes import Mode
 from prefill_workers.protocol import (
+    TINY_PROMPT,
     CompactionRefused,
+    LinkRequest,
     NonFiniteLogits,
     Overloaded,
     PixelsNeeded,
@@ -34,6 +38,7 @@ from serving.frontend.ray_roles import answered
 from serving.placement.patch_feed import PatchFeed, PatchFeedSource
 from serving.replicas.canary import Canary
 from serving.replicas.fidelity import PrefillFidelity
+from serving.replicas.first_transfer import pulled_by_decode
 from serving.replicas.hand_over import HandOver
 from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm, replica_name
@@ -50,7 +55,7 @@ if TYPE_CHECKING:
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.patch_compiler import PatchJob
-    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest, SessionInfo
+    from prefill_workers.protocol import LeaseState, LinkResult, PrefetchRequest, SessionInfo
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +129,11 @@ class PrefillWorker:
         self._reporter = PrefillReporter(
             self._loop, self._library, bytes_per_token, config.routing.hot_chunks, self._sessions
         )
+        self._tiny = count()
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         await self._fidelity.start()
         self._loop.start()
+        await pulled_by_decode(self.link_tiny)
         self._meter.ready()
         if scales(config, settings):
             vars(self)["__del__"] = self._retire  # Serve awaits an instance's, once no call runs
@@ -207,6 +214,11 @@ class PrefillWorker:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     self._loop.abandon(future.result().lease)
                 raise
+
+    async def link_tiny(self, readers: int = 1) -> dict[str, Any]:
+        """Transfer of a tiny prompt, `TINY_PROMPT`, for so many decode engines to pull."""
+        request = LinkRequest(f"tiny-{next(self._tiny)}", TINY_PROMPT, mode=Mode.OFF, readers=readers)
+        return (await self._link_embedded(request, {}, 0.0)).transfer
 
     async def longest(self) -> int:
         """Tokens of the longest prompt that finds room here."""

@@ -68,6 +68,13 @@ def replica_name() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
+def replica_states(app_name: str, deployment: str) -> dict[str, int]:
+    """Numbers of a deployment's replicas by their state in Serve; asks Serve's controller."""
+    application = serve.status().applications.get(app_name)
+    found = application.deployments.get(deployment) if application is not None else None
+    return dict(found.replica_states) if found is not None else {}
+
+
 def address_for_peers() -> str:
     """Address of this node for other replicas: loopback where all of them are on this machine."""
     return LOOPBACK if is_alone() else str(ray.util.get_node_ip_address())

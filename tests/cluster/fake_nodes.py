@@ -33,10 +33,10 @@ _CONFIG: dict[str, Any] = {
     "idle_timeout_minutes": 0.1,
     "auth": {"ssh_user": "nobody"},
     "file_mounts_sync_continuously": False,
-    **dict.fromkeys(("cluster_synced_files", "rsync_exclude", "rsync_filter"), []),
-    **{f"{who}{what}_commands": [] for who in ("", "head_", "worker_") for what in ("setup",)},
-    **dict.fromkeys(("initialization_commands", "head_start_ray_commands", "worker_start_ray_commands"), []),
     "file_mounts": {},
+    **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+    **{f"{name}_commands": [] for name in ("initialization", "setup", "head_setup", "worker_setup")},
+    **{f"{name}_start_ray_commands": [] for name in ("head", "worker")},
 }
 
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import recipe_environment
-from hosts import Network
+
+from tests.cluster.cluster import recipe_environment
+from tests.cluster.hosts import Network
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
