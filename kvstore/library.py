@@ -15,6 +15,7 @@
 | quarantine | every tier | moves aside everywhere |
 | flush, close | the queues | persists what is queued |
 | outlived, in_reach, adopt | memory; tiers; nothing | for `kvstore.hand_over` |
+| leave_node | the object stores | what lies on this node goes to others |
 
 A tier that fails, is slow, or returns damaged bytes costs a miss, never an error: damaged records are moved aside and
 counted. Records are shared by all readers: never write to a tensor that came from here.
@@ -38,7 +39,7 @@ import pyarrow as pa
 
 from kvstore.catalog.inventory import checked
 from kvstore.deletions import Deletions, derives
-from kvstore.errors import StoreError
+from kvstore.errors import StoreError, TierUnavailable
 from kvstore.memory_cache import MemoryCache
 from kvstore.pins import Pins
 from kvstore.records.format import encode_parts, is_finite
@@ -57,6 +58,7 @@ from kvstore.tiers.base import Entry, Lifetime, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.loading import Loading
 from kvstore.tiers.paths import kind_prefix, path_of, record_path
+from kvstore.tiers.ray import RayTier
 from kvstore.tiers.stack import Found, TierStack
 from kvstore.tiers.write_behind import WriteBehind
 
@@ -338,6 +340,19 @@ class Library:
     def adopt(self, record: Record, idle_s: float) -> None:
         """As `put_canonical`, of another process's record that was last used so many seconds ago."""
         self._put(record, idle_s)
+
+    def leave_node(self, nodes: Sequence[str], until: float) -> None:
+        """Have the cluster's object stores keep what lies on this node on those nodes; best effort.
+
+        See `RayTier.leave`.
+        """
+        for tier in self._stack.tiers:
+            if isinstance(tier, RayTier):
+                try:
+                    moved, left = tier.leave(nodes, until)
+                    logger.info("%s: %d blobs were moved to other nodes, %d let go of", tier.name, moved, left)
+                except TierUnavailable as error:
+                    logger.warning("%s", error)
 
     @contextmanager
     def pin(self, keys: Iterable[str]) -> Iterator[None]:

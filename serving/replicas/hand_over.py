@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
@@ -11,12 +12,15 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from kvstore.tiers.base import Lifetime
+from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import answered, answered_by_all
-from serving.replicas.process import is_alone
+from serving.replicas.process import is_alone, node_id
 
 if TYPE_CHECKING:
     from kvstore.hand_over import HandedOver, Parcel
     from kvstore.library import Library
+
+logger = logging.getLogger(__name__)
 
 HAND_OVER_S = 30.0  # at most, of a replica's end
 _PATIENCE_S = 5.0  # for all that stay to say what they lack: where all of them go, too, nobody answers
@@ -35,6 +39,12 @@ class RaySiblings:
         """See `kvstore.hand_over.Siblings`."""
         async with asyncio.timeout(_PATIENCE_S):
             return await answered_by_all(self._handle, "lacking", list(paths))
+
+    async def nodes(self) -> list[str]:
+        """Ids of their nodes, each once, without this one."""
+        async with asyncio.timeout(_PATIENCE_S):
+            found = await answered_by_all(self._handle, "node")
+        return sorted(set(found) - {node_id()})
 
     async def adopt(self, parcels: Sequence[Parcel]) -> int:
         """See `kvstore.hand_over.Siblings`."""
@@ -65,9 +75,20 @@ class HandOver:
         return at_stake(self._library, self._outlives, _BYTES_PER_S)
 
     async def run(self) -> HandedOver:
-        """Give the replicas that stay what they lack, as far as there is time."""
+        """Give the replicas that stay what they lack, as far as there is time; and free this node's object store."""
         from kvstore.hand_over import hand_over
+
+        siblings = RaySiblings()
 
         forgotten = self._called + self._library.settings.deletion_grace_s - _MARGIN_S
         until = min(self._clock() + HAND_OVER_S, forgotten)
-        return await hand_over(self._library, self._outlives, RaySiblings(), until, self._clock)
+        handed = await hand_over(self._library, self._outlives, siblings, until, self._clock)
+        if self._outlives is Lifetime.STORE:
+            try:
+                nodes = await siblings.nodes()
+            except (RoleUnavailable, TimeoutError) as error:
+                logger.warning("no replica tells its node: %s", error)
+                nodes = []
+            if nodes:
+                await asyncio.to_thread(self._library.leave_node, nodes, time.monotonic() + HAND_OVER_S)
+        return handed

@@ -41,7 +41,7 @@ from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.first_transfer import pulled_by_decode
 from serving.replicas.hand_over import HandOver
 from serving.replicas.patch_queue import PatchQueue
-from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm, replica_name
+from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm, node_id, replica_name
 from serving.routing.reports import PrefillReporter
 from serving.scaling.meters import PrefillMeter
 from serving.scaling.roles import scales
@@ -309,6 +309,10 @@ class PrefillWorker:
             await self._linker.forgets.forget(content, tenant)
         finally:
             await asyncio.to_thread(self._library.delete_content, content, tenant)
+
+    async def node(self) -> str:
+        """Ray's id of this replica's node."""
+        return node_id()
 
     async def lacking(self, paths: Sequence[str]) -> list[str]:
         """Of these paths, those whose records are not within reach; asked by a replica that goes."""

@@ -68,6 +68,11 @@ def replica_name() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
+def node_id() -> str:
+    """Ray's id of this process' node."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def replica_states(app_name: str, deployment: str) -> dict[str, int]:
     """Numbers of a deployment's replicas by their state in Serve; asks Serve's controller."""
     application = serve.status().applications.get(app_name)

@@ -103,7 +103,8 @@ def _cut(cluster: Cluster) -> Turn:
     began = time.monotonic()
     cluster.join(victim, WORKER)
     well_on_both(cluster)
-    return Turn(min(after, default=CLIENT_SECONDS), max(after, default=CLIENT_SECONDS), time.monotonic() - began, failed)
+    back_s = time.monotonic() - began
+    return Turn(min(after, default=CLIENT_SECONDS), max(after, default=CLIENT_SECONDS), back_s, failed)
 
 
 def _timed(cluster: Cluster) -> tuple[Said, float]:

@@ -104,6 +104,9 @@ class Sibling:
     async def lacking(self, paths: list[str]) -> list[list[str]]:
         return [handing.lacking(self._library, paths)]
 
+    async def nodes(self) -> list[str]:
+        return ["other"]
+
     async def adopt(self, parcels: list[handing.Parcel]) -> int:
         return handing.adopt(self._library, parcels)
 
