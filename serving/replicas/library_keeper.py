@@ -70,9 +70,7 @@ class LibraryKeeper:
             app_name = serve.get_replica_context().app_name
             self._planner = start_planner(app_name, planned(config), config.autoscale, fixed_bundles(config))
             if config.autoscale.nodes:
-                vars(self)["__del__"] = (
-                    self._planner.end.remote
-                )  # Serve awaits an instance's; a crash leaves the request
+                vars(self)["__del__"] = self._withdraw  # Serve awaits an instance's
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
@@ -151,6 +149,10 @@ class LibraryKeeper:
     async def allow(self, point: OperatingPoint) -> int:
         """Allow an operating point; returns on how many prefill replicas it was disabled."""
         return await self._fidelity.allow(point)
+
+    async def _withdraw(self) -> None:
+        """End the plans, so that nodes may go."""
+        await self._planner.end.remote()
 
     async def alive(self) -> str:
         """This replica's name."""
