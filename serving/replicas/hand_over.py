@@ -74,21 +74,24 @@ class HandOver:
 
         return at_stake(self._library, self._outlives, _BYTES_PER_S)
 
-    async def run(self) -> HandedOver:
-        """Give the replicas that stay what they lack, as far as there is time; and free this node's object store."""
+    async def give(self) -> HandedOver:
+        """Give the replicas that stay what they lack, as far as there is time."""
         from kvstore.hand_over import hand_over
-
-        siblings = RaySiblings()
 
         forgotten = self._called + self._library.settings.deletion_grace_s - _MARGIN_S
         until = min(self._clock() + HAND_OVER_S, forgotten)
-        handed = await hand_over(self._library, self._outlives, siblings, until, self._clock)
-        if self._outlives is Lifetime.STORE:
-            try:
-                nodes = await siblings.nodes()
-            except (RoleUnavailable, TimeoutError) as error:
-                logger.warning("no replica tells its node: %s", error)
-                nodes = []
-            if nodes:
-                await asyncio.to_thread(self._library.leave_node, nodes, time.monotonic() + HAND_OVER_S)
+        handed = await hand_over(self._library, self._outlives, RaySiblings(), until, self._clock)
+        logger.info("handed over %d records, %d bytes; %d were left", handed.records, handed.nbytes, handed.left)
         return handed
+
+    async def leave_node(self) -> None:
+        """Move what lies in this node's object store to the nodes of replicas that stay."""
+        if self._outlives is not Lifetime.STORE:
+            return
+        try:
+            nodes = await RaySiblings().nodes()
+        except (RoleUnavailable, TimeoutError) as error:
+            logger.warning("no replica tells its node: %s", error)
+            return
+        if nodes:
+            await asyncio.to_thread(self._library.leave_node, nodes, time.monotonic() + HAND_OVER_S)

@@ -346,8 +346,8 @@ class PrefillWorker:
     async def _retire(self) -> None:
         """Store all that was learnt, hand over what only this replica has, and wait until no lease is held."""
         await self.flush()
-        handed = await self._hand_over.run()
-        logger.info("handed over %d records, %d bytes; %d were left", handed.records, handed.nbytes, handed.left)
+        await self._hand_over.give()
+        await self._hand_over.leave_node()
         while self._loop.stats().leases:
             await asyncio.sleep(_LEASE_LOOK_SECONDS)
         self._loop.stop()

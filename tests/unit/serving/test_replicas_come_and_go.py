@@ -104,9 +104,6 @@ class Sibling:
     async def lacking(self, paths: list[str]) -> list[list[str]]:
         return [handing.lacking(self._library, paths)]
 
-    async def nodes(self) -> list[str]:
-        return ["other"]
-
     async def adopt(self, parcels: list[handing.Parcel]) -> int:
         return handing.adopt(self._library, parcels)
 
@@ -128,11 +125,12 @@ async def test_what_lies_on_a_nodes_disk_is_handed_over_where_there_are_other_no
     monkeypatch.setenv(ONE_MACHINE, "1")
     alone = hand_over.HandOver(leaver)
     assert alone.cost_s() == 0.0
-    assert (await alone.run()).records == 0
+    assert (await alone.give()).records == 0
     monkeypatch.delenv(ONE_MACHINE)
     among_nodes = hand_over.HandOver(leaver)
     assert 0 < among_nodes.cost_s() < 1.0, "sooner moved than computed"
-    assert (await among_nodes.run()).records == 1
+    assert (await among_nodes.give()).records == 1
+    assert (await among_nodes.give()).records == 0, "they have it now"
     assert sibling.is_resident("canonical", canonical().key, "acme")
 
 
@@ -142,7 +140,7 @@ async def test_nothing_is_handed_over_when_a_deletion_may_have_been_missed(leave
     ending = hand_over.HandOver(leaver_and_sibling[0], clock)
     ending.called()
     clock.now += 4.5
-    handed = await ending.run()
+    handed = await ending.give()
     assert (handed.records, handed.left) == (0, 1)
     ending.called()
-    assert (await ending.run()).records == 1
+    assert (await ending.give()).records == 1
