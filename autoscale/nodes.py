@@ -19,32 +19,29 @@ AGAIN_S = 60.0  # between two requests of the same: somebody else's may have tak
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a replica reserves on one node, as Ray has it: resources by name, and labels that the node must have."""
+    """Reservation of a replica on one node, as Ray has it: resources by name, and labels."""
 
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-
-
-def _of_ray(bundles: list[dict[str, float]], bundle_label_selectors: list[dict[str, str]]) -> None:
-    from ray.autoscaler.sdk import request_resources
-
-    request_resources(bundles=bundles, bundle_label_selectors=bundle_label_selectors)
 
 
 class NodeRequests:
     """The cluster's request for nodes, kept up to date.
 
     Args:
-        ask: as `ray.autoscaler.sdk.request_resources`.
+        ask: `request_resources` of Ray, by bundles and their label selectors.
     """
 
-    def __init__(self, ask: Callable[[list[dict[str, float]], list[dict[str, str]]], Any] = _of_ray) -> None:
+    def __init__(self, ask: Callable[[list[dict[str, float]], list[dict[str, str]]], Any]) -> None:
         self._ask = ask
         self._last: list[Bundle] | None = None
         self._asked = float("-inf")
 
     def want(self, bundles: Sequence[Bundle], now: float) -> None:
-        """Have room for so many bundles. Asked when they change, and now and then; what fails is tried again."""
+        """Have room for so many bundles.
+
+        Asked when they change, and now and then; what fails is tried again.
+        """
         wanted = [bundle for bundle in bundles if any(bundle.resources.values())]
         if wanted == self._last and now - self._asked < AGAIN_S:
             return

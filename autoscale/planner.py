@@ -39,7 +39,7 @@ _MOST_LOG_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Scaled:
-    """A role that is planned for: its deployment, bounds, GPUs of a replica, and all that one reserves."""
+    """A role that is planned for: deployment, bounds, GPUs of a replica, all that one reserves."""
 
     deployment: str
     bounds: Bounds
@@ -192,7 +192,7 @@ class Planner:
         self, app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings, fixed: Sequence[Bundle] = ()
     ) -> None:
         """`fixed`: what the replicas of all other roles reserve."""
-        self._nodes = NodeRequests() if settings.nodes and settings.mode is Mode.ACT else None
+        self._nodes = NodeRequests(request_nodes) if settings.nodes and settings.mode is Mode.ACT else None
         self._fixed = fixed
         self._plans, self._settings = Plans(roles, settings), settings
         self._app_name, self._roles = app_name, roles
@@ -273,6 +273,13 @@ def by_replica(answers: Sequence[object], known: Collection[str]) -> dict[str, M
     for number in range(len(answers) - len(signals)):
         signals[next(silent, f"lost-{number}")] = {}
     return signals
+
+
+def request_nodes(bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> None:
+    """Ask Ray's autoscaler for room for these bundles, in the place of those it was asked for before."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=bundles, bundle_label_selectors=labels)
 
 
 def start_planner(

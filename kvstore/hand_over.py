@@ -1,4 +1,4 @@
-"""Hand-over of records from a process that is about to end to other processes of the same library.
+"""Hand-over of records from a process that is about to end to others of the same library.
 
     leaver ── paths ──▶ every sibling: which of them do you lack? ──▶ leaver ── parcels ──▶ one sibling: adopt
 

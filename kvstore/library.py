@@ -342,7 +342,7 @@ class Library:
         self._put(record, idle_s)
 
     def leave_node(self, nodes: Sequence[str], until: float) -> None:
-        """Have the cluster's object stores keep what lies on this node on those nodes; best effort.
+        """Move this node's part of the cluster's object stores to other nodes; best effort.
 
         See `RayTier.leave`.
         """

@@ -99,7 +99,10 @@ class MemoryCache:
                 resident.lasts = max(resident.lasts, lifetime)
 
     def outlived(self, lifetime: Lifetime) -> list[tuple[Record, float]]:
-        """Records that no tier of at least that lifetime is known to have, each with its seconds since its last use."""
+        """Records that no tier of at least that lifetime is known to have.
+
+        Each with the seconds since its last use.
+        """
         now = time.time()
         with self._lock:
             return [(one.record, now - one.used) for one in self._residents.values() if one.lasts < lifetime]
@@ -124,7 +127,10 @@ class MemoryCache:
             return {path: resident.used for path, resident in self._residents.items()}
 
     def _make_room(self, excess: int, limit: int, tenant: str | None, most: float) -> bool:
-        """Evict the least worthy until `excess` bytes are freed; nothing if that takes what is worth `most` or more."""
+        """Evict the least worthy until `excess` bytes are freed.
+
+        Nothing if that takes what is worth `most` or more.
+        """
         if excess <= 0:
             return True
         now = time.time()

@@ -61,7 +61,7 @@ def check_key(key: str) -> str:
 
 
 class Lifetime(IntEnum):
-    """End of a tier's blobs: with this process, with a node of the cluster, or with none of these."""
+    """End of a tier's blobs: with this process, with a node of the cluster, or with neither."""
 
     PROCESS = 0
     NODE = 1

@@ -128,7 +128,7 @@ class RayTier(Tier):
             return bool(_answer(directory.rename.remote(key, QUARANTINE + key)))
 
     def leave(self, nodes: Sequence[str], until: float) -> tuple[int, int]:
-        """Copy the blobs that lie on this node to others, the last used first, and let go of the rest.
+        """Copy the blobs on this node to others, the last used first, and let go of the rest.
 
         Args:
             nodes: ids of nodes that stay.

@@ -182,7 +182,10 @@ class TierStack:
             self._failed(error, self._health[index].reads)
 
     def write(self, index: int, record: Record, pieces: Sequence[pa.Buffer]) -> bool:
-        """Store the encoded record and its markers in a tier. False if that fails, or there is no room."""
+        """Store the encoded record and its markers in a tier, if that works and has room.
+
+        True if they are stored.
+        """
         if not self._health[index].accepts_writes:
             self._count("dropped_writes")
             return False
@@ -243,7 +246,10 @@ class TierStack:
         return found, certain
 
     def in_reach(self, paths: Collection[str]) -> set[str]:
-        """Paths that this node's disk or a store has; object stores may have them on a node that is about to go."""
+        """Paths that this node's disk or a store has.
+
+        Object stores may have them on a node that is about to go.
+        """
         found: set[str] = set()
         for tier in self.tiers:
             if isinstance(tier, RayTier):

@@ -1,4 +1,6 @@
-"""First transfers between engines, before a new replica serves: a pair's first one shakes hands, which takes seconds.
+"""First transfer between a new replica's engine and those of the other role.
+
+A pair's first transfer shakes hands, which takes seconds: so it is made before the replica serves.
 
 | new     | what it does                                                                                          |
 |---------|-------------------------------------------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""Hand-over of a prefill replica's records to the replicas that stay; see `kvstore.hand_over`."""
+"""Hand-over of a prefill replica's records to others; see `kvstore.hand_over`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RaySiblings:
 
 
 class HandOver:
-    """What a replica has and others lack, from its first signals to its end.
+    """Hand-over of one replica, from its first signals to its end.
 
     Deletions reach running replicas alone, and keep what derives from the content out of them for a while
     (`library.deletion_grace_s`): after that a hand-over could bring it back. So it must be over that long after this

@@ -39,7 +39,7 @@ def planned(config: OrbitServeConfig) -> dict[Role, Scaled]:
 
 
 def bundle(settings: RoleSettings) -> Bundle:
-    """What one replica of a role reserves on its node."""
+    """Reservation of one replica of a role on its node."""
     resources = {
         "CPU": settings.num_cpus,
         "GPU": settings.gpus,
@@ -50,7 +50,7 @@ def bundle(settings: RoleSettings) -> Bundle:
 
 
 def fixed_bundles(config: OrbitServeConfig) -> list[Bundle]:
-    """What the replicas of the roles that are not planned for reserve."""
+    """Reservations of the replicas of all roles that are not planned for."""
     others: list[RoleSettings] = [config.ingress, config.keeper, config.patch, config.retriever]
     return [bundle(one) for one in others for _ in range(one.least_replicas)]
 

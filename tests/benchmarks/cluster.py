@@ -1,4 +1,4 @@
-"""A worker's node is lost: a service over three hosts, of which one has its power cut under load.
+"""Loss of a worker's node: a service over three hosts, of which one has its power cut.
 
 The hosts are namespaces of this machine (`tests/cluster`), which needs root; each has a part of its processors. Two of
 them have a prefill and a decode worker each, the third the ingress; the library is on an S3 server. In every turn

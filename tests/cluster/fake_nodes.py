@@ -16,6 +16,7 @@ import ray
 from ray.cluster_utils import AutoscalingCluster
 
 from autoscale.nodes import Bundle, NodeRequests
+from autoscale.planner import request_nodes
 
 PATIENCE_S = 240.0
 _OBJECT_STORE_BYTES = 80_000_000
@@ -76,7 +77,7 @@ def main() -> None:
     try:
         ray.init("auto", log_to_driver=False)
         until(1, "the head alone")
-        requests, replica = NodeRequests(), Bundle({"CPU": 0.5, "prefill": 1.0})
+        requests, replica = NodeRequests(request_nodes), Bundle({"CPU": 0.5, "prefill": 1.0})
         requests.want([replica, replica], time.monotonic())
         until(3, "two replicas are planned, none has been started")
         requests.want([replica], time.monotonic())
