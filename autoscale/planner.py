@@ -276,7 +276,7 @@ def by_replica(answers: Sequence[object], known: Collection[str]) -> dict[str, M
 
 
 def request_nodes(bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> None:
-    """Ask Ray's autoscaler for room for these bundles, in the place of those it was asked for before."""
+    """Ask Ray's autoscaler for room for these bundles, in place of those of the last time."""
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=bundles, bundle_label_selectors=labels)
