@@ -325,8 +325,8 @@ class Library:
         """As `put_canonical`; replaces what the session was before."""
         self._put(record)
 
+    def outlived(self, lifetime: Lifetime) -> list[tuple[Record, float]]:
         """Records in memory that no tier of at least that lifetime has, as far as is known here.
-        """Records in memory that no tier of at least that lifetime has, as far as this process knows.
 
         Each with the seconds since its last use. What a tier has evicted since counts as there.
         """
