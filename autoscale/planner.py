@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from autoscale.nodes import Bundle, NodeRequests
 from autoscale.policies import Bounds, Decision, Goals
 from autoscale.scaler import Counts, Scaler
 from autoscale.settings import AutoscaleSettings, Mode
@@ -38,11 +39,12 @@ _MOST_LOG_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Scaled:
-    """A role that is planned for: its deployment, bounds, and GPUs of a replica."""
+    """A role that is planned for: deployment, bounds, GPUs of a replica, all that one reserves."""
 
     deployment: str
     bounds: Bounds
     gpus: float = 0.0
+    bundle: Bundle = field(default_factory=Bundle)
 
 
 def actor_name(app_name: str) -> str:
@@ -158,6 +160,15 @@ class Plans:
             "turns": decision.memory.turns,
         }
 
+    def bundles(self) -> list[Bundle]:
+        """Of all replicas that are planned, or there are; a role without a plan keeps its least."""
+        found = []
+        for role, last in self._last.items():
+            asked = last.counts.target if last.counts is not None else self._roles[role].bounds.min
+            planned = last.decision.target if last.decision is not None else asked
+            found += [self._roles[role].bundle] * max(asked, planned)
+        return found
+
     def status(self) -> dict[str, Any]:
         """Mode, and per role the last decision and counters of reasons."""
         roles = {}
@@ -177,10 +188,16 @@ class Plans:
 class Planner:
     """The actor. Its methods run on one event loop."""
 
-    def __init__(self, app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> None:
+    def __init__(
+        self, app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings, fixed: Sequence[Bundle] = ()
+    ) -> None:
+        """`fixed`: what the replicas of all other roles reserve."""
+        self._nodes = NodeRequests(request_nodes) if settings.nodes and settings.mode is Mode.ACT else None
+        self._fixed = fixed
         self._plans, self._settings = Plans(roles, settings), settings
         self._app_name, self._roles = app_name, roles
         self._handles: dict[Role, DeploymentHandle] = {}
+        self._known: dict[Role, set[str]] = {}  # replicas at the last round
         self._asking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -195,6 +212,9 @@ class Planner:
                 answers = await asyncio.gather(*(self._ask(role) for role in self._roles))
                 signals = dict(zip(self._roles, answers, strict=True))
                 self._plans.plan(signals, time.monotonic(), time.time())
+                if self._nodes is not None:
+                    wanted = [*self._fixed, *self._plans.bundles()]
+                    await asyncio.to_thread(self._nodes.want, wanted, time.monotonic())
             except Exception:
                 logger.exception("no plan this time")
             await asyncio.sleep(max(0.1, self._settings.period_s - (time.monotonic() - began)))
@@ -205,34 +225,71 @@ class Planner:
 
         if role not in self._handles:
             self._handles[role] = DeploymentHandle(self._roles[role].deployment, self._app_name)
+        patience = self._settings.period_s
         try:
-            responses = self._handles[role].broadcast("signals")
-            found = await responses.results_async(timeout_s=self._settings.period_s, return_exceptions=True)
-        except (DeploymentUnavailableError, TimeoutError):
+            async with asyncio.timeout(patience):
+                calls = await self._handles[role].broadcast("signals")._fetch_replica_results_async()
+        except DeploymentUnavailableError:  # it has no replica
+            self._known[role] = set()
             return {}
-        signals: dict[str, Mapping[str, object]] = {}
-        for number, answer in enumerate(found):
-            if isinstance(answer, tuple):
-                signals[answer[0]] = answer[1]
-            else:
-                signals[f"lost-{number}"] = {}
+        except TimeoutError:
+            return {name: {} for name in self._known.get(role, ())}
+        answers = (asyncio.wait_for(call.get_async(), patience) for call in calls)
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        signals = by_replica(found, self._known.get(role, ()))
+        self._known[role] = set(signals)
         return signals
 
     async def target(self, role: str, running: int, target: int) -> int | None:
         """See `Plans.target`."""
         return self._plans.target(Role(role), running, target, time.monotonic())
 
+    async def end(self) -> None:
+        """Make no further plans, and want no nodes."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+            self._asking = None
+        if self._nodes is not None:
+            await asyncio.to_thread(self._nodes.withdraw)
+
     async def status(self) -> dict[str, Any]:
         """See `Plans.status`."""
         return self._plans.status()
 
 
-def start_planner(app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> Any:
+def by_replica(answers: Sequence[object], known: Collection[str]) -> dict[str, Mapping[str, object]]:
+    """Signals by replica, {} of one that did not answer.
+
+    An answer that is late does not tell whose it is: it is taken for one of a known replica's that told nothing, so
+    that what this one has counted before goes on.
+
+    Args:
+        answers: (name, signals) or an exception, by replica.
+        known: replicas at the last round.
+    """
+    signals: dict[str, Mapping[str, object]] = dict(answer for answer in answers if isinstance(answer, tuple))
+    silent = iter([name for name in sorted(known) if name not in signals])
+    for number in range(len(answers) - len(signals)):
+        signals[next(silent, f"lost-{number}")] = {}
+    return signals
+
+
+def request_nodes(bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> None:
+    """Ask Ray's autoscaler for room for these bundles, in place of those of the last time."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=bundles, bundle_label_selectors=labels)
+
+
+def start_planner(
+    app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings, fixed: Sequence[Bundle] = ()
+) -> Any:
     """The application's planner; it lives as long as the caller's process keeps this handle."""
     planner = (
         ray.remote(Planner)
         .options(name=actor_name(app_name), namespace=NAMESPACE, num_cpus=0, get_if_exists=True, max_restarts=-1)
-        .remote(app_name, dict(roles), settings)
+        .remote(app_name, dict(roles), settings, list(fixed))
     )
     planner.start.remote()
     return planner

@@ -91,7 +91,8 @@ class RoleState:
         forecast: load that comes in `start_s`, an upper quantile; None: not known yet.
         following: load that follows from what the role before has to do, now.
         start_s: what a start takes, p90.
-        reload_s: what it costs to find again what only the likely victim has in memory, in its seconds of work.
+        reload_s: what the end of the likely victim costs, in seconds of work: to hand over, or compute again, what only
+            it has.
         gpus: GPUs of one replica.
         per_replica: load that one replica carries within the time between tokens that is promised; 1: all.
     """

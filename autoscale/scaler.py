@@ -145,7 +145,7 @@ class Scaler:
         )
 
     def _reload_s(self, role: _Role, now: float) -> float:
-        """Seconds of work to compute again what only the newest replica has, as it says itself."""
+        """Seconds that the end of the newest replica costs, as it says itself; Serve stops that first."""
         latest = role.window.latest(now)
         youngest = min(latest.values(), key=lambda values: values["age_s"], default=None)
         return 0.0 if youngest is None else youngest.get("only_here_s", 0.0)

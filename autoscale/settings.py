@@ -47,6 +47,11 @@ class AutoscaleSettings(BaseModel):
         gt=0,
         description="GPUs of all roles together; plans beyond are cut. None: as many as roles may take.",
     )
+    nodes: bool = Field(
+        False,
+        description="Ask Ray's autoscaler for nodes as soon as replicas are planned, in `act`. A cluster has one such "
+        "request (ray.autoscaler.sdk.request_resources): leave it off where something else makes it.",
+    )
     period_s: float = Field(2.0, gt=0, description="Seconds between two plans.")
     log: Path | None = Field(
         None, description="JSONL file of all decisions with what they follow from, on the keeper's node. None: no file."

@@ -7,7 +7,7 @@ which is not zero.
 | role    | signals besides COMMON                                                                               |
 |---------|------------------------------------------------------------------------------------------------------|
 | prefill | links, compute_s, compute_s2, load_s, encode_s (counters); queued_s, waiting; hot_bytes,              |
-|         | only_here_s: seconds to compute again what no tier and no other replica has                           |
+|         | only_here_s: seconds that its end costs, to hand over or compute again what nothing else keeps         |
 | decode  | blocks, blocks_total, sequences, max_sequences, waiting, itl_s                                        |
 | vision  | links (images), compute_s, compute_s2 (counters); queued_s, waiting                                   |
 | patch   | backlog, compile_s (counter), compiled (counter), value_s (prefill seconds saved by the backlog)       |

@@ -14,6 +14,8 @@
 | delete, delete_content | every tier | removes everywhere, also what is queued |
 | quarantine | every tier | moves aside everywhere |
 | flush, close | the queues | persists what is queued |
+| outlived, in_reach, adopt | memory; tiers; nothing | for `kvstore.hand_over` |
+| leave_node | the object stores | what lies on this node goes to others |
 
 A tier that fails, is slow, or returns damaged bytes costs a miss, never an error: damaged records are moved aside and
 counted. Records are shared by all readers: never write to a tensor that came from here.
@@ -25,7 +27,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ import pyarrow as pa
 
 from kvstore.catalog.inventory import checked
 from kvstore.deletions import Deletions, derives
-from kvstore.errors import StoreError
+from kvstore.errors import StoreError, TierUnavailable
 from kvstore.memory_cache import MemoryCache
 from kvstore.pins import Pins
 from kvstore.records.format import encode_parts, is_finite
@@ -53,10 +55,11 @@ from kvstore.records.record import (
     SessionRecord,
 )
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import Entry, Tier
+from kvstore.tiers.base import Entry, Lifetime, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.loading import Loading
 from kvstore.tiers.paths import kind_prefix, path_of, record_path
+from kvstore.tiers.ray import RayTier
 from kvstore.tiers.stack import Found, TierStack
 from kvstore.tiers.write_behind import WriteBehind
 
@@ -323,6 +326,35 @@ class Library:
         """As `put_canonical`; replaces what the session was before."""
         self._put(record)
 
+    def outlived(self, lifetime: Lifetime) -> list[tuple[Record, float]]:
+        """Records in memory that no tier of at least that lifetime has, as far as is known here.
+
+        Each with the seconds since its last use. What a tier has evicted since counts as there.
+        """
+        return self._hot.outlived(lifetime)
+
+    def in_reach(self, paths: Collection[str]) -> set[str]:
+        """Paths whose records stay within this process' reach, whichever other node goes."""
+        resident = {path for path in paths if self._resident(path) is not None}
+        return resident | self._stack.in_reach([path for path in paths if path not in resident])
+
+    def adopt(self, record: Record, idle_s: float) -> None:
+        """As `put_canonical`, of another process's record that was last used so many seconds ago."""
+        self._put(record, idle_s)
+
+    def leave_node(self, nodes: Sequence[str], until: float) -> None:
+        """Move this node's part of the cluster's object stores to other nodes; best effort.
+
+        See `RayTier.leave`.
+        """
+        for tier in self._stack.tiers:
+            if isinstance(tier, RayTier):
+                try:
+                    moved, left = tier.leave(nodes, until)
+                    logger.info("%s: %d blobs were moved to other nodes, %d let go of", tier.name, moved, left)
+                except TierUnavailable as error:
+                    logger.warning("%s", error)
+
     @contextmanager
     def pin(self, keys: Iterable[str]) -> Iterator[None]:
         """Protect records, by key, from eviction by this process while the block runs. Pins nest.
@@ -533,6 +565,7 @@ class Library:
             self._ended(loading)
             if found is not None and not (deleted or loading.dropped):
                 self._hot.put(path, found.record)
+                self._hot.persisted(path, found.record, self._stack.tiers[index].lifetime)
                 if index:
                     refused = self._submit(path, _Write(found.record, found.encoded), found.encoded.size, index)
                     if refused:
@@ -546,7 +579,7 @@ class Library:
             if not under_way:
                 del self._loading[loading.path]
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: Record, idle_s: float | None = None) -> None:
         if record.fingerprint != self.fingerprint:
             raise StoreError("the record's model fingerprint is not this library's")
         if not is_finite(record):
@@ -555,7 +588,7 @@ class Library:
         with self._lock:  # a deletion begins before or after
             if self._deletions.covers(record):
                 return
-            self._hot.put(path, record)
+            self._hot.put(path, record, idle_s)
             for loading in self._loading.get(path, ()):
                 loading.dropped = True  # what it finds is older; its waiters get it all the same
             refused = self._submit(path, _Write(record), record.nbytes, len(self._queues))
@@ -569,8 +602,8 @@ class Library:
         return [tier.name for tier, queue in queues if not queue.submit(path, write, nbytes)]
 
     def _persist(self, index: int, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
-        if not self._deletions.covers(write.record):
-            self._stack.write(index, write.record, pieces)
+        if not self._deletions.covers(write.record) and self._stack.write(index, write.record, pieces):
+            self._hot.persisted(path, write.record, self._stack.tiers[index].lifetime)
 
     def _forget(self, path: str) -> bool:
         """Remove a record from memory and from the queues."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.records.record import Record
+from kvstore.tiers.base import Lifetime
 from kvstore.tiers.eviction import LOW_WATER, worth
 
 _ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
@@ -19,6 +21,7 @@ class _Resident:
     record: Record
     used: float
     announced: float  # when the tiers were last told of a use
+    lasts: Lifetime = Lifetime.PROCESS  # the longest of the tiers that are known to have it
 
 
 class MemoryCache:
@@ -57,19 +60,25 @@ class MemoryCache:
                 self._announce(path)
             return resident.record
 
-    def put(self, path: str, record: Record) -> bool:
-        """Keep the record if room can be made without touching pinned ones. True if it is kept."""
+    def put(self, path: str, record: Record, idle_s: float | None = None) -> bool:
+        """Keep the record if room can be made without touching pinned ones. True if it is kept.
+
+        Args:
+            idle_s: seconds since another process used it last; what is worth more than it then stays. None: it is used
+                now, and whatever there is makes room.
+        """
         with self._lock:
             self.remove(path)
             size, tenant, fits = record.nbytes, record.tenant, True
+            most = math.inf if idle_s is None else worth(record.recompute_seconds, size, idle_s)
             if self._tenant_limit is not None:
                 own = self._tenants.get(tenant, 0)
-                fits = self._make_room(own + size - self._tenant_limit, self._tenant_limit, tenant)
+                fits = self._make_room(own + size - self._tenant_limit, self._tenant_limit, tenant, most)
             # Counted only now: what the tenant gave up is room for all.
-            fits = fits and self._make_room(self.nbytes + size - self._limit, self._limit, None)
+            fits = fits and self._make_room(self.nbytes + size - self._limit, self._limit, None, most)
             if fits:
                 now = time.time()
-                self._residents[path] = _Resident(record, now, now)
+                self._residents[path] = _Resident(record, now - (idle_s or 0.0), now)
                 self._account(tenant, size)
                 self.version += 1
             return fits
@@ -81,6 +90,22 @@ class MemoryCache:
                 self._account(resident.record.tenant, -resident.record.nbytes)
                 self.version += 1
             return resident is not None
+
+    def persisted(self, path: str, record: Record, lifetime: Lifetime) -> None:
+        """Note that a tier of that lifetime has the record."""
+        with self._lock:
+            resident = self._residents.get(path)
+            if resident is not None and resident.record is record:
+                resident.lasts = max(resident.lasts, lifetime)
+
+    def outlived(self, lifetime: Lifetime) -> list[tuple[Record, float]]:
+        """Records that no tier of at least that lifetime is known to have.
+
+        Each with the seconds since its last use.
+        """
+        now = time.time()
+        with self._lock:
+            return [(one.record, now - one.used) for one in self._residents.values() if one.lasts < lifetime]
 
     def matching(self, condition: Callable[[Record], bool]) -> list[str]:
         """Paths of the records that meet a condition."""
@@ -101,8 +126,11 @@ class MemoryCache:
         with self._lock:
             return {path: resident.used for path, resident in self._residents.items()}
 
-    def _make_room(self, excess: int, limit: int, tenant: str | None) -> bool:
-        """Evict the least worthy until `excess` bytes are freed; nothing if that is impossible."""
+    def _make_room(self, excess: int, limit: int, tenant: str | None, most: float) -> bool:
+        """Evict the least worthy until `excess` bytes are freed.
+
+        Nothing if that takes what is worth `most` or more.
+        """
         if excess <= 0:
             return True
         now = time.time()
@@ -111,6 +139,7 @@ class MemoryCache:
             for path, r in self._residents.items()
             if (tenant is None or r.record.tenant == tenant) and not self._pinned(r.record.key)
         ]
+        candidates = [candidate for candidate in candidates if candidate[0] < most]
         if sum(size for _, _, size in candidates) < excess:
             return False
         target, freed = excess + int(limit * (1 - LOW_WATER)), 0

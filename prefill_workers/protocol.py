@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 TEXT = "text"  # the modality of a document: its tokens are its content
+TINY_PROMPT = list(range(1, 9))  # token ids of a prompt by which engines shake hands
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -59,6 +60,14 @@ def check_key(key: str) -> str:
     return key
 
 
+class Lifetime(IntEnum):
+    """End of a tier's blobs: with this process, with a node of the cluster, or with neither."""
+
+    PROCESS = 0
+    NODE = 1
+    STORE = 2
+
+
 class Tier(ABC):
     """The contract of a storage tier.
 
@@ -68,6 +77,7 @@ class Tier(ABC):
     """
 
     name: str
+    lifetime = Lifetime.STORE
     tells_use = True  # whether `Entry.used` is when a blob was last used, not when it was written
 
     @abstractmethod

@@ -16,7 +16,7 @@ import pyarrow as pa
 from kvstore.errors import BlobReplaced
 from kvstore.private_files import make_private_folder, private_opener
 from kvstore.records.seal import read_all
-from kvstore.tiers.base import QUARANTINE, Blob, Entry, Guard, ReadThrough, Tier, check_key
+from kvstore.tiers.base import QUARANTINE, Blob, Entry, Guard, Lifetime, ReadThrough, Tier, check_key
 
 _WRITE_ATTEMPTS = 20
 _CHUNK_BYTES = 1 << 19
@@ -35,6 +35,7 @@ class DiskTier(Tier):
     missing, or shorter than it was, or zeros.
     """
 
+    lifetime = Lifetime.NODE
     _TEMPORARY = ".partial"
 
     def __init__(self, root: Path | str, name: str = "disk", durable: bool = True) -> None:

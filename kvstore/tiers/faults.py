@@ -27,7 +27,7 @@ class WrappedTier(Tier):
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
-        self.name = inner.name
+        self.name, self.lifetime = inner.name, inner.lifetime
         self.calls: list[tuple[str, str]] = []
 
     def before(self, action: str, key: str) -> None:

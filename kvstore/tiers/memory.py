@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from kvstore.tiers.base import Entry, Tier, check_key
+from kvstore.tiers.base import Entry, Lifetime, Tier, check_key
 
 
 class MemoryTier(Tier):
     """Blobs in this process, for tests and for hosts without a disk."""
+
+    lifetime = Lifetime.PROCESS
 
     def __init__(self, name: str = "memory") -> None:
         self.name = name

@@ -7,7 +7,8 @@
 Ray frees an object when its owner ends, and whoever puts an object owns it. So the directory has a task on the worker's
 node take the object over: what a task returns belongs to its caller, and stays when the worker that put it is gone. The
 directory is detached and on the head node: it outlives the application, which finds its memory warm when it is deployed
-again. When it dies its objects go with it, and Ray starts an empty one. When a node dies, what it held is a miss.
+again. When it dies its objects go with it, and Ray starts an empty one. When a node dies, what it held is a miss; and
+Ray's autoscaler takes no node that holds objects. So a worker that ends for good has them copied to others (`leave`).
 
 What the directory lets go of stays in a node's memory for as long as a worker of the node holds on to it, in its own
 memory of the library: leave the object store room for that. Ray is imported when a tier is used, not before.
@@ -23,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,14 @@ from blake3 import blake3
 
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import QUARANTINE, Entry, Tier, check_key
+from kvstore.tiers.base import QUARANTINE, Entry, Lifetime, Tier, check_key
 from kvstore.tiers.paths import MARKERS
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "orbitserve"
 _INLINE_BYTES = 64 << 10  # markers and other small blobs stay in the directory: Ray sends them inside its messages
-_PROTOCOL = 3  # of the directory's methods: one that outlived the application may have others
+_PROTOCOL = 4  # of the directory's methods: one that outlived the application may have others
 _TIMEOUT_S = 10.0  # for an answer of the directory, and for pulling an object from another node
 Blob = Any  # bytes, or a list of one ObjectRef: a bare one would be resolved on its way
 
@@ -64,6 +65,8 @@ class RayTier(Tier):
         directory: name of the actor that knows them; tiers of one name are one tier.
         limit_bytes: beyond it the directory lets go of what was not used for longest.
     """
+
+    lifetime = Lifetime.NODE  # of whichever node wrote a blob
 
     def __init__(self, directory: str, limit_bytes: int, name: str = "object-store") -> None:
         self.name = name
@@ -92,11 +95,12 @@ class RayTier(Tier):
     def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
         size = sum(buffer.size for buffer in buffers)
         with self._directory("write", check_key(key)) as directory:
+            blob: Blob
             if size <= _INLINE_BYTES:
-                blob: Blob = b"".join(memoryview(buffer) for buffer in buffers)
+                blob, node = b"".join(memoryview(buffer) for buffer in buffers), ""
             else:
-                blob = self._put_object(directory, buffers)
-            if not _answer(directory.store.remote(key, blob, size)):
+                blob, node = self._put_object(directory, buffers)
+            if not _answer(directory.store.remote(key, blob, size, node)):
                 raise TierUnavailable(f"{self.name}: {key} has {size} bytes, the whole tier {self._limit}")
 
     def delete(self, key: str) -> bool:
@@ -123,15 +127,46 @@ class RayTier(Tier):
         with self._directory("quarantine", check_key(key)) as directory:
             return bool(_answer(directory.rename.remote(key, QUARANTINE + key)))
 
-    def _put_object(self, directory: Any, buffers: Sequence[pa.Buffer]) -> Blob:
-        """Store the buffers as one object on this node that the directory owns."""
+    def leave(self, nodes: Sequence[str], until: float) -> tuple[int, int]:
+        """Copy the blobs on this node to others, the last used first, and let go of the rest.
+
+        Args:
+            nodes: ids of nodes that stay.
+            until: when to stop (`time.monotonic`).
+
+        Returns:
+            How many were copied, and how many let go of.
+
+        Raises:
+            TierUnavailable: the directory does not answer; the rest stays as it is.
+        """
+        import ray
+
+        here = str(ray.get_runtime_context().get_node_id())
+        moved = 0
+        with self._directory("move the blobs of", here) as directory:
+            held = _answer(directory.at.remote(here))
+            for (key, blob), node in zip(held, cycle(nodes), strict=False):
+                left = until - time.monotonic()
+                copy = _answer(directory.adopt.remote(blob, node)) if left > 0 else None
+                if copy is None or not ray.wait(copy, timeout=left, fetch_local=False)[0]:
+                    break
+                _answer(directory.replace.remote(key, blob, copy, node))
+                moved += 1
+            for key, blob in held[moved:]:
+                _answer(directory.discard.remote(key, blob))
+        return moved, len(held) - moved
+
+    def _put_object(self, directory: Any, buffers: Sequence[pa.Buffer]) -> tuple[Blob, str]:
+        """Store the buffers as one object on this node that the directory owns; also the node's id."""
         import ray
 
         parts = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
         mine = ray.put(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        blob = _answer(directory.adopt.remote([mine], ray.get_runtime_context().get_node_id()))
+        node = str(ray.get_runtime_context().get_node_id())
+        blob = _answer(directory.adopt.remote([mine], node))
         _answer(blob[0])  # a view of it on this node: the copy is made
-        return blob
+        return blob, node
 
     @contextmanager
     def _directory(self, action: str, key: str) -> Iterator[Any]:
@@ -174,6 +209,7 @@ class _Held:
     blob: Blob
     size: int
     used: float
+    node: str  # that the object lies on; "": the directory has the bytes themselves
 
 
 class Directory:
@@ -200,19 +236,19 @@ class Directory:
         self._make_room(0)
 
     def adopt(self, objects: list[Any], node: str) -> Blob:
-        """A copy of an object, on the same node, that belongs to this actor."""
+        """A copy of an object on a node, which belongs to this actor; elsewhere if the node is gone."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=True)
         return [self._copy.options(scheduling_strategy=there).remote(objects[0])]
 
-    def store(self, key: str, blob: Blob, size: int) -> bool:
+    def store(self, key: str, blob: Blob, size: int, node: str) -> bool:
         """Store a blob, replacing the key's. False if it is larger than the whole tier."""
         if size > self._limit:
             return False
         self.delete(key)
         self._make_room(size)
-        self._among(key)[key] = _Held(blob, size, time.time())
+        self._among(key)[key] = _Held(blob, size, time.time(), node)
         self._bytes += size
         return True
 
@@ -243,13 +279,23 @@ class Directory:
         if self.lookup(key) == blob:
             self.delete(key)
 
+    def at(self, node: str) -> list[tuple[str, Blob]]:
+        """Blobs that lie on a node, the last used first."""
+        return [(key, held.blob) for key, held in reversed(self._held.items()) if held.node == node]
+
+    def replace(self, key: str, blob: Blob, copy: Blob, node: str) -> None:
+        """Put the copy of a blob on another node in its place, unless it has changed or gone."""
+        among = self._among(key)
+        if key in among and among[key].blob == blob:
+            among[key] = replace(among[key], blob=copy, node=node)
+
     def rename(self, key: str, target: str) -> bool:
         """Move a blob to another key."""
         held = self._among(key).get(key)
         if held is None:
             return False
         self.delete(key)
-        return self.store(target, held.blob, held.size)
+        return self.store(target, held.blob, held.size, held.node)
 
     def touch(self, key: str) -> None:
         """Mark a blob as used now."""

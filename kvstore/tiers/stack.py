@@ -17,7 +17,7 @@ from kvstore.errors import BlobReplaced, CorruptRecord, TierUnavailable
 from kvstore.records.format import decode
 from kvstore.records.record import Record
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import QUARANTINE, Blob, Entry, Tier
+from kvstore.tiers.base import QUARANTINE, Blob, Entry, Lifetime, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.eviction import Candidate, TierBudget
 from kvstore.tiers.fsspec import FsspecTier
@@ -96,7 +96,7 @@ class TierStack:
             tiers.append(DiskTier(settings.directory, durable=settings.durable))
         if settings.url is not None:
             remote = tier_for_url(settings.url, settings.storage_options, settings.durable)
-            remote.name = "remote"
+            remote.name, remote.lifetime = "remote", Lifetime.STORE  # also of a directory that all nodes share
             tiers.append(remote)
         return tiers
 
@@ -181,11 +181,14 @@ class TierStack:
             error = TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}")
             self._failed(error, self._health[index].reads)
 
-    def write(self, index: int, record: Record, pieces: Sequence[pa.Buffer]) -> None:
-        """Store the encoded record and its markers in a tier, if that works and has room."""
+    def write(self, index: int, record: Record, pieces: Sequence[pa.Buffer]) -> bool:
+        """Store the encoded record and its markers in a tier, if that works and has room.
+
+        True if they are stored.
+        """
         if not self._health[index].accepts_writes:
             self._count("dropped_writes")
-            return
+            return False
         path, tenant = path_of(record), tenant_digest(record.tenant)
         note, markers = pa.py_buffer(path.encode()), marker_paths(record)
         size = sum(piece.size for piece in pieces) + len(markers) * note.size
@@ -194,16 +197,18 @@ class TierStack:
             if not budget.make_room(tenant, size):
                 logger.warning("%s: no room for %d bytes of %s", tier.name, size, path)
                 self._count("dropped_writes")
-                return
+                return False
             for marker in markers:
                 tier.put(marker, [note])
             tier.put(path, pieces)
             budget.wrote(tenant, size)
             self._health[index].writes.succeeded()
             self._count("writes")
+            return True
         except TierUnavailable as error:
             self._count("dropped_writes")
             self._failed(error, self._health[index].writes)
+            return False
 
     def stored(self, left: Callable[[set[str]], Collection[str]]) -> tuple[set[str], bool]:
         """Paths that the tiers have, nearest first, each asked once; a failing one has none.
@@ -239,6 +244,21 @@ class TierStack:
             else:
                 self._failed(failure, health.look_ups)
         return found, certain
+
+    def in_reach(self, paths: Collection[str]) -> set[str]:
+        """Paths that this node's disk or a store has.
+
+        Object stores may have them on a node that is about to go.
+        """
+        found: set[str] = set()
+        for tier in self.tiers:
+            if isinstance(tier, RayTier):
+                continue
+            try:
+                found |= tier.stored([path for path in paths if path not in found])
+            except TierUnavailable as error:
+                found |= error.found
+        return found
 
     def _blame_silence(self, index: int) -> None:
         """Count each overdue look-up of a tier against it, once for all callers."""

@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from autoscale.planner import NAMESPACE, actor_name
-from prefill_workers.protocol import Refusal, replica_of
+from prefill_workers.protocol import TINY_PROMPT, Refusal, replica_of
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
 from serving.frontend.reachability import Reachability
@@ -213,7 +213,7 @@ class RayRoles:
         from prefill_workers.protocol import LinkRequest, Overloaded
 
         async def one(number: int) -> None:
-            tokens = list(range(1, 9))
+            tokens = TINY_PROMPT
             name = f"warm-up-{number}"
             linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), ())
             params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)

@@ -6,17 +6,20 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from infra.ports import LOOPBACK
 from infra.vllm_env import is_cpu_build
-from prefill_workers.protocol import Refusal
+from prefill_workers.protocol import TINY_PROMPT, Refusal
 from serving.config import OrbitServeConfig
 from serving.engine_spec import decode_spec
 from serving.replicas.canary import Canary
+from serving.replicas.first_transfer import pull_from_prefill
 from serving.replicas.process import enter_vllm, replica_name
 from serving.routing.reports import DecodeReporter
 from serving.scaling.meters import DecodeMeter
+from serving.scaling.roles import scales
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -29,7 +32,7 @@ logger = logging.getLogger(__name__)
 class DecodeWorker:
     """Decode role: stock vLLM; see `decode_workers.engine`."""
 
-    def __init__(self, config: OrbitServeConfig) -> None:
+    async def __init__(self, config: OrbitServeConfig) -> None:  # type: ignore[misc]
         settings = config.decode
         self._meter = DecodeMeter()
         # Nobody asks for its handshake: it pulls.
@@ -44,7 +47,18 @@ class DecodeWorker:
             self._engine.cpu_seconds if is_cpu_build() else None,
         )
         self._reporter = DecodeReporter(self._engine, settings.max_num_seqs)
+        self._tiny = count()
+        is_scaled = scales(config, config.prefill) or scales(config, settings)
+        self._looking = await pull_from_prefill(self.pull_tiny, once_more=is_scaled)
         self._meter.ready()
+
+    async def pull_tiny(self, transfer: dict[str, Any]) -> None:
+        """Pull a tiny prompt's KV from a prefill worker."""
+        from vllm.sampling_params import SamplingParams
+
+        params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
+        async for _ in self._engine.generate(TINY_PROMPT, transfer, params, f"tiny-{next(self._tiny)}"):
+            pass
 
     async def generate(
         self,

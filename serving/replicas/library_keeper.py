@@ -19,8 +19,8 @@ from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
 from serving.placement.patch_feed import KEEPER_LIMIT, PatchFeed, PatchFeedSource, log_stored
 from serving.replicas.fidelity import FidelityKeeper
-from serving.replicas.process import enter, replica_name
-from serving.scaling.roles import planned
+from serving.replicas.process import enter, replica_name, replica_states
+from serving.scaling.roles import fixed_bundles, planned
 from serving.settings import ReplicaRange, RoleSettings
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ class LibraryKeeper:
         self._feed = PatchFeedSource(replica_name(), KEEPER_LIMIT)
         period_s = config.keeper.catalogue_period_s
         if config.autoscale.mode is not Mode.OFF:
-            self._planner = start_planner(serve.get_replica_context().app_name, planned(config), config.autoscale)
+            app_name = serve.get_replica_context().app_name
+            self._planner = start_planner(app_name, planned(config), config.autoscale, fixed_bundles(config))
+            if config.autoscale.nodes:
+                vars(self)["__del__"] = self._withdraw  # Serve awaits an instance's
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
@@ -147,6 +150,10 @@ class LibraryKeeper:
         """Allow an operating point; returns on how many prefill replicas it was disabled."""
         return await self._fidelity.allow(point)
 
+    async def _withdraw(self) -> None:
+        """End the plans, so that nodes may go."""
+        await self._planner.end.remote()
+
     async def alive(self) -> str:
         """This replica's name."""
         return replica_name()
@@ -176,9 +183,7 @@ def _number(settings: RoleSettings) -> int | None:
 
 async def _there(role: DeploymentHandle) -> int:
     """Replicas that Serve keeps of a role, those that are starting included: one may be the successor of a lost one."""
-    status = await asyncio.to_thread(serve.status)
-    application = status.applications.get(role.app_name)
-    states = application.deployments[role.deployment_name].replica_states if application is not None else {}
+    states = await asyncio.to_thread(replica_states, role.app_name, role.deployment_name)
     return sum(count for state, count in states.items() if state != "STOPPING")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -17,8 +18,11 @@ from ray.serve.handle import DeploymentHandle
 
 from infra.nixl_handshake import dropped
 from infra.vllm_env import is_cpu_build
+from prefill_workers.modes import Mode
 from prefill_workers.protocol import (
+    TINY_PROMPT,
     CompactionRefused,
+    LinkRequest,
     NonFiniteLogits,
     Overloaded,
     PixelsNeeded,
@@ -34,8 +38,10 @@ from serving.frontend.ray_roles import answered
 from serving.placement.patch_feed import PatchFeed, PatchFeedSource
 from serving.replicas.canary import Canary
 from serving.replicas.fidelity import PrefillFidelity
+from serving.replicas.first_transfer import pulled_by_decode
+from serving.replicas.hand_over import HandOver
 from serving.replicas.patch_queue import PatchQueue
-from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm, replica_name
+from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm, node_id, replica_name
 from serving.routing.reports import PrefillReporter
 from serving.scaling.meters import PrefillMeter
 from serving.scaling.roles import scales
@@ -43,12 +49,13 @@ from serving.scaling.roles import scales
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvstore.hand_over import Parcel
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.disabled_points import PointDecision
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.patch_compiler import PatchJob
-    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, LoadBearing, PrefetchRequest, SessionInfo
+    from prefill_workers.protocol import LeaseState, LinkResult, LoadBearing, PrefetchRequest, SessionInfo
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +84,7 @@ class PrefillWorker:
             for outcome in self._engine.require_self_check():
                 logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
         self._library = Library(config.library, self._engine.fingerprint)
+        self._hand_over = HandOver(self._library)
         self._compiler = compiler
         self._deficits = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
         keeper = DeploymentHandle("LibraryKeeper", serve.get_replica_context().app_name)  # bound, it would be a circle
@@ -121,9 +129,11 @@ class PrefillWorker:
         self._reporter = PrefillReporter(
             self._loop, self._library, bytes_per_token, config.routing.hot_chunks, self._sessions
         )
+        self._tiny = count()
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         await self._fidelity.start()
         self._loop.start()
+        await pulled_by_decode(self.link_tiny)
         self._meter.ready()
         if scales(config, settings):
             vars(self)["__del__"] = self._retire  # Serve awaits an instance's, once no call runs
@@ -205,6 +215,11 @@ class PrefillWorker:
                     self._loop.abandon(future.result().lease)
                 raise
 
+    async def link_tiny(self, readers: int = 1) -> dict[str, Any]:
+        """Transfer of a tiny prompt, `TINY_PROMPT`, for so many decode engines to pull."""
+        request = LinkRequest(f"tiny-{next(self._tiny)}", TINY_PROMPT, mode=Mode.OFF, readers=readers)
+        return (await self._link_embedded(request, {}, 0.0)).transfer
+
     async def longest(self) -> int:
         """Tokens of the longest prompt that finds room here."""
         return self._loop.longest
@@ -260,10 +275,11 @@ class PrefillWorker:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the role is scaled; see `autoscale.signals`."""
-        return self._meter.signals(self._loop.stats(), self._library.stats())
+        return self._meter.signals(self._loop.stats(), self._library.stats(), self._hand_over.cost_s())
 
     async def signals(self) -> tuple[str, dict[str, float]]:
-        """This replica's name, and its signals for the planner."""
+        """This replica's name, and its signals for the planner, who asks all replicas."""
+        self._hand_over.called()
         return self._name, await self.record_autoscaling_stats()
 
     async def stats(self) -> dict[str, Any]:
@@ -298,6 +314,22 @@ class PrefillWorker:
         finally:
             await asyncio.to_thread(self._library.delete_content, content, tenant)
 
+    async def node(self) -> str:
+        """Ray's id of this replica's node."""
+        return node_id()
+
+    async def lacking(self, paths: Sequence[str]) -> list[str]:
+        """Of these paths, those whose records are not within reach; asked by a replica that goes."""
+        from kvstore.hand_over import lacking
+
+        return await asyncio.to_thread(lacking, self._library, paths)
+
+    async def adopt(self, parcels: Sequence[Parcel]) -> int:
+        """Take over records of a replica that goes; returns how many."""
+        from kvstore.hand_over import adopt
+
+        return await asyncio.to_thread(adopt, self._library, parcels)
+
     async def check_health(self) -> None:
         """Raise when the engine does not serve.
 
@@ -316,10 +348,12 @@ class PrefillWorker:
         await asyncio.wrap_future(self._loop.compute_one_token())
 
     async def _retire(self) -> None:
-        """Wait until no lease is held, and all that was learnt is stored for the replicas that stay."""
+        """Store all that was learnt, hand over what only this replica has, and wait until no lease is held."""
+        await self.flush()
+        await self._hand_over.give()
+        await self._hand_over.leave_node()
         while self._loop.stats().leases:
             await asyncio.sleep(_LEASE_LOOK_SECONDS)
-        await self.flush()
         self._loop.stop()
         self._library.close()
 

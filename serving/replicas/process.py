@@ -51,7 +51,7 @@ def enter_vllm(
     enter(settings)
     keep_log_open()
     os.environ.pop(KV_SPACE, None)  # of whoever started Ray
-    if _is_alone():
+    if is_alone():
         os.environ.setdefault(*UCX_LOOPBACK)
     os.environ.update(
         vllm_environment(
@@ -68,12 +68,24 @@ def replica_name() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
+def node_id() -> str:
+    """Ray's id of this process' node."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def replica_states(app_name: str, deployment: str) -> dict[str, int]:
+    """Numbers of a deployment's replicas by their state in Serve; asks Serve's controller."""
+    application = serve.status().applications.get(app_name)
+    found = application.deployments.get(deployment) if application is not None else None
+    return dict(found.replica_states) if found is not None else {}
+
+
 def address_for_peers() -> str:
     """Address of this node for other replicas: loopback where all of them are on this machine."""
-    return LOOPBACK if _is_alone() else str(ray.util.get_node_ip_address())
+    return LOOPBACK if is_alone() else str(ray.util.get_node_ip_address())
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     """True where all replicas are on this machine."""
     return os.environ.get(ONE_MACHINE) == "1"
 

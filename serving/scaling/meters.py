@@ -72,8 +72,8 @@ class PrefillMeter(WorkMeter):
         """Count a link: its part of forwards, and what its images took to encode here."""
         self.done(result.compute_ms / 1e3, encode_s=result.stages_ms.get("vision", 0.0) / 1e3)
 
-    def signals(self, loop: LoopStats, library: LibraryStats) -> Flat:
-        """See `autoscale.signals`."""
+    def signals(self, loop: LoopStats, library: LibraryStats, only_here_s: float) -> Flat:
+        """See `autoscale.signals`; `only_here_s`: see `kvstore.hand_over.at_stake`."""
         waiting, cost = loop.waiting + loop.running, ForwardCost(loop.fixed_tokens, loop.seconds_per_token)
         return {
             **self.counted(),
@@ -82,6 +82,7 @@ class PrefillMeter(WorkMeter):
             "waiting": waiting,
             "forwards": loop.forwards,
             "hot_bytes": library.bytes,
+            "only_here_s": only_here_s,
         }
 
 

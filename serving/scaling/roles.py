@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from autoscale.nodes import Bundle
 from autoscale.planner import NAMESPACE, Scaled, actor_name
 from autoscale.policies import Bounds
 from autoscale.settings import Mode
@@ -32,9 +33,26 @@ def planned(config: OrbitServeConfig) -> dict[Role, Scaled]:
     if config.has_vision_encoder:
         settings[Role.VISION] = config.vision
     return {
-        role: Scaled(_DEPLOYMENTS[role], Bounds(one.least_replicas, one.most_replicas), one.gpus)
+        role: Scaled(_DEPLOYMENTS[role], Bounds(one.least_replicas, one.most_replicas), one.gpus, bundle(one))
         for role, one in settings.items()
     }
+
+
+def bundle(settings: RoleSettings) -> Bundle:
+    """Reservation of one replica of a role on its node."""
+    resources = {
+        "CPU": settings.num_cpus,
+        "GPU": settings.gpus,
+        "memory": float(settings.reserved_memory_bytes or 0),
+        **settings.resources,
+    }
+    return Bundle({name: amount for name, amount in resources.items() if amount}, settings.label_selector)
+
+
+def fixed_bundles(config: OrbitServeConfig) -> list[Bundle]:
+    """Reservations of the replicas of all roles that are not planned for."""
+    others: list[RoleSettings] = [config.ingress, config.keeper, config.patch, config.retriever]
+    return [bundle(one) for one in others for _ in range(one.least_replicas)]
 
 
 def replicas(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from cluster import Cluster
 
 from serving.cli.demo_pages import Story
+from tests.cluster.cluster import Cluster
 
 CLIENT_SECONDS = 180.0  # a client that waits longer was met with silence
 

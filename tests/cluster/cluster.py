@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import yaml
-from hosts import Host, Network
+
+from tests.cluster.hosts import Host, Network
 
 REPOSITORY = Path(__file__).parents[2]
 HEAD = "a"

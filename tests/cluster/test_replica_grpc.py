@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from cluster import recipe_environment
-from hosts import Network
 
 from infra import replica_grpc
+from tests.cluster.cluster import recipe_environment
+from tests.cluster.hosts import Network
 
 SERVER = """
 import asyncio, grpc

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from asking import Said, ask, at_once, pages
-from cluster import WORKER, Cluster
-from hosts import Host
 
 from serving.cli.demo_pages import Story
+from tests.cluster.asking import Said, ask, at_once, pages
+from tests.cluster.cluster import WORKER, Cluster
+from tests.cluster.hosts import Host
+from tests.cluster.three_hosts import holder, other, well_on_both
 
 pytestmark = [pytest.mark.service, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -35,27 +36,6 @@ def received(host: Host) -> int:
 
 def right(said: Said) -> bool:
     return said.status == 200 and said.finished and said.text == STORY.answers[0]
-
-
-def holder(cluster: Cluster, role: str) -> str:
-    """Letter of the host that has a role's only replica."""
-    (address,) = cluster.replicas()[role]
-    return next(letter for letter, host in cluster.network.hosts.items() if host.address == address)
-
-
-def other(letter: str) -> str:
-    return {"b": "c", "c": "b"}[letter]
-
-
-def well_on_both(cluster: Cluster) -> None:
-    """Wait until each role has its replicas on b and c."""
-    nodes = {cluster.network.hosts[letter].address for letter in "bc"}
-    cluster.wait_until(
-        lambda: all(set(cluster.replicas().get(role, ())) == nodes for role in ("PrefillWorker", "DecodeWorker")),
-        600,
-        "a prefill and a decode worker on each node",
-    )
-    cluster.wait_until_well()
 
 
 def test_answers_are_right_with_kv_that_crosses_nodes(cluster: Cluster):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -222,14 +223,30 @@ def test_a_library_survives_its_directory(cluster: Cluster, tmp_path: Path) -> N
         assert library.stats().tier_errors == 1
 
 
-def test_a_node_that_dies_takes_its_blobs_and_nothing_else(cluster: Cluster, empty: RayTier, second_node: str) -> None:
+def test_a_node_that_dies_takes_its_blobs_but_those_that_were_moved(
+    cluster: Cluster, empty: RayTier, second_node: str
+) -> None:
+    here = ray.get_runtime_context().get_node_id()
+
+    def leave(seconds: float) -> tuple[int, int]:
+        return RayTier("of-the-tests", 64 * MIB).leave([here], time.monotonic() + seconds)
+
+    old, new = os.urandom(MIB), os.urandom(MIB)
+    put_elsewhere(second_node, "of-the-tests", "old", b"z" * MIB)
+    assert on(second_node, leave, 0.0) == (0, 1), "without time all is let go of: it would keep the node"
+    put_elsewhere(second_node, "of-the-tests", "old", old)
+    put_elsewhere(second_node, "of-the-tests", "new", new)
+    put_elsewhere(second_node, "of-the-tests", "marker", b"small")
+    assert on(second_node, leave, 30.0) == (2, 0)
+    assert on(second_node, leave, 30.0) == (0, 0), "nothing is left there"
     put_elsewhere(second_node, "of-the-tests", "there", os.urandom(MIB))
     empty.put("here", buffers(b"x" * MIB))
     (node,) = (node for node in cluster.list_all_nodes() if node.node_id == second_node)
     cluster.remove_node(node, allow_graceful=False)
     wait_for(lambda: not all(node["Alive"] for node in ray.nodes()))
     assert empty.get("there") is None
-    assert list(empty.keys()) == ["here"]
+    assert sorted(empty.keys()) == ["here", "marker", "new", "old"]
+    assert [bytes(empty.get(key) or b"") for key in ("old", "new", "marker")] == [old, new, b"small"]
     assert bytes(empty.get("here") or b"") == b"x" * MIB
     empty.put("there", buffers(b"y" * MIB))
     assert bytes(empty.get("there") or b"") == b"y" * MIB

@@ -24,6 +24,7 @@ FIELDS = {"name", "command", "versions", "machine", "workload", "arms", "figures
 UNRECORDED = {
     "agent",
     "autoscale",
+    "cluster",
     "elastic",
     "image-first",
     "lazy",

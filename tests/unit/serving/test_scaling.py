@@ -12,17 +12,18 @@ from typer.testing import CliRunner
 
 from autoscale.controllers import Oracle, Static
 from autoscale.curves import ForwardCost
-from autoscale.planner import Plans, Scaled
+from autoscale.nodes import AGAIN_S, Bundle, NodeRequests
+from autoscale.planner import Plans, Scaled, by_replica
 from autoscale.policies import Bounds
 from autoscale.settings import AutoscaleSettings, Mode
-from autoscale.signals import Role
+from autoscale.signals import Role, Window
 from autoscale.simulated import Machine
 from autoscale.simulator import Limits, Result, Simulation
 from autoscale.traces import Chunk, Request, generated
 from serving.cli.main import app
 from serving.config import OrbitServeConfig
 from serving.scaling.logs import logged
-from serving.scaling.roles import planned, replicas
+from serving.scaling.roles import fixed_bundles, planned, replicas
 from serving.scaling.routers import routers
 from serving.scaling.study import Study, loads_of
 
@@ -175,7 +176,7 @@ def test_a_range_of_replicas_is_scaled_in_act_alone():
     assert replicas(acts, "DecodeWorker", acts.decode)["num_replicas"] == 1
     advises = config(prefill=between)
     assert replicas(advises, "PrefillWorker", advises.prefill)["num_replicas"] == 1
-    assert planned(acts)[Role.PREFILL] == Scaled("PrefillWorker", Bounds(1, 3), 0)
+    assert planned(acts)[Role.PREFILL] == Scaled("PrefillWorker", Bounds(1, 3), 0, Bundle({"CPU": 0.1}))
     with pytest.raises(ValueError, match=r"min \(3\) is more than max \(2\)"):
         config(decode={"replicas": {"min": 3, "max": 2}})
 
@@ -204,3 +205,77 @@ def test_the_planner_tells_targets_with_reasons_and_nothing_when_it_is_late(tmp_
     lines = [json.loads(line) for line in settings.log.read_text().splitlines()]  # type: ignore[union-attr]
     assert lines[0]["reason"] == "unknown"
     assert lines[-1]["signals"]["a"]["ready_s"] == 20.0
+
+
+def test_a_replica_that_is_late_once_loses_nothing_that_it_has_counted():
+    """As on a busy host, where every third round an answer does not come in time."""
+    signals = by_replica([("a", busy(0, 1.0)), TimeoutError(), TimeoutError()], {"a", "b"})
+    assert signals == {"a": busy(0, 1.0), "b": {}, "lost-1": {}}
+    window, known = Window(Role.PREFILL), set[str]()
+    for now in range(0, 120, 2):
+        answers = [("a", busy(now, 0.5)), TimeoutError() if now % 6 == 4 else ("b", busy(now, 0.5))]
+        window.observe(now, by_replica(answers, known))
+        known = {"a", "b"}
+    assert window.demand is not None
+    assert window.demand.load == pytest.approx(1.0, abs=0.02)
+    assert not window.demand.is_partial, "it is not stale yet"
+
+
+class Asked:
+    """Ray's `request_resources`: what was asked for; while `broken`, it raises."""
+
+    def __init__(self) -> None:
+        self.bundles: list[list[tuple[dict[str, float], dict[str, str]]]] = []
+        self.broken = False
+
+    def __call__(self, bundles: list[dict[str, float]], bundle_label_selectors: list[dict[str, str]]) -> None:
+        if self.broken:
+            raise ConnectionError("the head starts anew")
+        self.bundles.append(list(zip(bundles, bundle_label_selectors, strict=True)))
+
+
+def test_nodes_are_asked_for_as_soon_as_replicas_are_planned_and_kept_while_they_are_there():
+    scaled = config(
+        prefill={
+            "replicas": {"min": 1, "max": 8},
+            "num_cpus": 2,
+            "num_gpus": 1,
+            "reserved_memory_bytes": 1 << 30,
+            "resources": {"prefill": 1},
+            "label_selector": {"role": "prefill"},
+        },
+        decode={"replicas": {"min": 2, "max": 4}},
+        autoscale={"mode": "act", "nodes": True},
+    )
+    plans = Plans(planned(scaled), scaled.autoscale)
+    asked = Asked()
+    nodes = NodeRequests(asked)
+    prefill = {"CPU": 2.0, "GPU": 1.0, "memory": float(1 << 30), "prefill": 1.0}, {"role": "prefill"}
+    for now in range(0, 60, 2):
+        plans.target(Role.PREFILL, 1, 1, now)
+        plans.plan({Role.PREFILL: {"a": busy(now, 3.0)}}, now, 1e9 + now)
+        nodes.want([*fixed_bundles(scaled), *plans.bundles()], now)
+    assert asked.bundles[0].count(prefill) == 1
+    assert asked.bundles[0].count(({"CPU": 0.1}, {})) == 2 + 4, "decode's least; keeper, compiler, ingress, retriever"
+    target = plans.target(Role.PREFILL, 1, 1, 59.0)
+    assert target is not None
+    assert asked.bundles[-1].count(prefill) == target > 3
+    assert len(asked.bundles) == 2, "only what is new is asked for"
+    nodes.want([Bundle({"CPU": 1})], 61.0)
+    nodes.want([Bundle({"CPU": 1})], 62.0)
+    nodes.want([Bundle({"CPU": 1})], 61.0 + AGAIN_S)
+    assert len(asked.bundles) == 4, "and now and then the same, lest others' request has taken its place"
+
+
+def test_a_request_that_fails_is_made_again_and_the_end_withdraws_it():
+    asked = Asked()
+    nodes = NodeRequests(asked)
+    nodes.withdraw()
+    assert asked.bundles == [], "there is none"
+    asked.broken = True
+    nodes.want([Bundle({"CPU": 1.0}), Bundle()], 0.0)
+    asked.broken = False
+    nodes.want([Bundle({"CPU": 1.0}), Bundle()], 2.0)
+    assert asked.bundles == [[({"CPU": 1.0}, {})]], "what reserves nothing needs no node"
+    nodes.withdraw()
+    assert asked.bundles[-1] == []
