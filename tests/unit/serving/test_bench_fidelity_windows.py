@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from serving.bench.fidelity.reader import Page, Prompt
@@ -35,7 +36,7 @@ def test_pages_and_words_take_turns_and_the_document_goes_on_behind_them():
         whole: Prompt | Any = case.ask(case.segments)
         assert whole == list(range(whole[0], whole[0] + sum(sizes) + BEHIND + ASKED))
     first = [case.ask(case.segments) for case in cases]
-    assert all(before[-1] < after[0] for before, after in zip(first, first[1:], strict=False)), "none overlaps another"
+    assert all(before[-1] < after[0] for before, after in pairwise(first)), "none overlaps another"
 
 
 def test_long_histories_are_as_many_as_the_documents_hold():
