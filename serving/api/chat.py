@@ -117,7 +117,9 @@ class OrbitServingChat(OpenAIServingChat):
         if options.retrieve is not None:
             messages = await retrieved(messages, tenant, options.retrieve, self._retrieval, trace)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
-        messages = await self._media.resolve_messages(messages, tenant, options.pages, options.video)
+        messages = await self._media.resolve_messages(
+            messages, tenant, options.pages, options.video, trace.report.notices
+        )
         ordering = Ordering(messages, self._documents)
         if trace.report.retrieval is not None:
             number_chunks(trace.report.retrieval, trace.found, ordering.contents)

@@ -7,6 +7,7 @@ that Qwen3-VL writes between frames: a segment's tokens do not depend on the win
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections import OrderedDict
@@ -23,12 +24,15 @@ from vllm.renderers import BaseRenderer
 from vllm.transformers_utils.processor import get_video_processor_cls_name
 
 from kvstore.records.keys import part_id
+from serving.api.errors import TooLarge
 from serving.documents.settings import VideoSettings
-from serving.documents.video import UnreadableVideo, VideoHead, read_frames, read_head, video_metadata
+from serving.documents.video import UnreadableVideo, VideoHead, VideoReader, opened, video_metadata
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.video_options import VideoOptions
 
 _KNOWN = 4096  # videos whose heads are kept
+_SHORT = 8_000_000  # sampled pixels that are decoded before there is a reservation for them
+_SAMPLE = 64  # pixels of a side
 _DEFAULT_FRAMES = 32  # vLLM's `VideoMediaIO`: most frames for models without a rule of their own
 
 
@@ -42,6 +46,7 @@ class Clip:
     content: str
     indices: tuple[int, ...]
     head: VideoHead
+    settings: VideoSettings = field(repr=False)
     data: bytes = field(repr=False)
     frames: list[NDArray[np.uint8]] = field(default_factory=list, repr=False)
 
@@ -52,7 +57,16 @@ class Clip:
 
     @property
     def decoded(self) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-        """vLLM's form: frames [n, height, width, 3] and their metadata."""
+        """vLLM's form: frames [n, height, width, 3] and their metadata.
+
+        They are decoded now if they were not before.
+
+        Raises:
+            UnreadableVideo: frames of it cannot be decoded.
+        """
+        if not self.frames:
+            with opened(self.data, self.settings) as reader:
+                fill([self], reader)
         return np.stack(self.frames), video_metadata(self.indices, self.head.fps, self.head.frames)
 
 
@@ -62,9 +76,9 @@ class ClipConnector(MediaConnector):
 
     async def fetch_video_async(self, video_url: Any, **options: Any) -> Any:
         """The clip's frames and metadata."""
-        return (
-            video_url.decoded if isinstance(video_url, Clip) else await super().fetch_video_async(video_url, **options)
-        )
+        if isinstance(video_url, Clip):
+            return await asyncio.to_thread(lambda: video_url.decoded)
+        return await super().fetch_video_async(video_url, **options)
 
 
 class Clips:
@@ -100,59 +114,88 @@ class Clips:
         """Most pixels of all sampled frames of a request."""
         return self._settings.max_sampled_pixels
 
-    def open(self, data: bytes, content: str, options: VideoOptions, where: str) -> list[Clip]:
-        """The clips of a video with this content id, not decoded yet.
+    def sample(self) -> Clip:
+        """A decoded clip of a second in black, to learn by it how the model's are written."""
+        frames = [np.zeros((_SAMPLE, _SAMPLE, 3), np.uint8)] * 4
+        return Clip("0" * 64, (0, 1, 2, 3), VideoHead(4, 1.0, _SAMPLE, _SAMPLE, 0), self._settings, b"", frames)
+
+    def open(
+        self, data: bytes, content: str, options: VideoOptions, where: str, decodes_short: bool = True
+    ) -> list[Clip]:
+        """The clips of a video with this content id.
+
+        They are decoded already where the video is new and their frames are few (`decodes_short`): it takes a process
+        to read it, and a camera's clips would take two each.
 
         Raises:
             InvalidRequest: a video that cannot be read or is beyond a bound, or nothing of it in the range asked for.
+            TooLarge: more bytes than allowed.
         """
+        if len(data) > self.max_bytes:
+            raise TooLarge(f"{where}: the video has more than the {self.max_bytes} bytes that are allowed")
         with self._lock:
             head = self._heads.get(content)
+        if head is not None:
+            return self._cut(data, content, head, options, where)
         try:
-            head = head or read_head(data, self._settings)
+            with opened(data, self._settings) as reader:
+                with self._lock:
+                    self._heads[content] = reader.head
+                    if len(self._heads) > _KNOWN:
+                        self._heads.popitem(last=False)
+                clips = self._cut(data, content, reader.head, options, where)
+                if decodes_short and sum(clip.pixels for clip in clips) <= _SHORT:
+                    fill(clips, reader)
+                return clips
         except UnreadableVideo as error:
             raise InvalidRequest(f"{where}: {error}", parameter=where) from error
-        with self._lock:
-            self._heads[content] = head
-            if len(self._heads) > _KNOWN:
-                self._heads.popitem(last=False)
-        ranges = cut(head.seconds, options)
-        if not ranges:
+
+    def _cut(self, data: bytes, content: str, head: VideoHead, options: VideoOptions, where: str) -> list[Clip]:
+        found = [self._clip(data, content, head, *one) for one in cut(head.seconds, options)]
+        clips = [clip for clip in found if clip.indices]
+        if not clips:
             raise InvalidRequest(
-                f"{where}: the video has {head.seconds:.2f} s, and none of them between orbit.video.start_seconds "
+                f"{where}: the video has {head.seconds:.2f} s, and no frame of it is between orbit.video.start_seconds "
                 "and end_seconds",
                 parameter="orbit.video",
             )
-        clips = [self._clip(data, content, head, *one) for one in ranges]
-        return [clip for clip in clips if clip.indices]
+        return clips
 
     def decode(self, clips: Sequence[Clip], where: str) -> None:
-        """Decode clips of one video, in one pass.
+        """Decode clips of one video in one pass, those that are not decoded yet.
 
         Raises:
             InvalidRequest: frames of it cannot be decoded.
         """
-        fps = clips[0].head.fps
-        times = sorted({index for clip in clips for index in clip.indices})
+        waiting = [clip for clip in clips if not clip.frames]
+        if not waiting:
+            return
         try:
-            frames = read_frames(clips[0].data, [index / fps for index in times], self._settings)
+            with opened(waiting[0].data, self._settings) as reader:
+                fill(waiting, reader)
         except UnreadableVideo as error:
             raise InvalidRequest(f"{where}: {error}", parameter=where) from error
-        by_index = dict(zip(times, frames, strict=True))
-        for clip in clips:
-            clip.frames = [by_index[index] for index in clip.indices]
 
     def _clip(self, data: bytes, content: str, head: VideoHead, start: float, stop: float) -> Clip:
         first = math.ceil(start * head.fps - 1e-6)
         count = min(math.ceil(stop * head.fps - 1e-6), head.frames) - first
         name = part_id(content, f"{self._form}-{round(stop * 1000)}", round(start * 1000))
         if count <= 0:
-            return Clip(name, (), head, data)
+            return Clip(name, (), head, self._settings, data)
         source = VideoSourceMetadata(count, head.fps, count / head.fps)
         target = VideoTargetMetadata(_DEFAULT_FRAMES, self._settings.fps, self._settings.max_seconds)
         # of one frame, samplers that round down to pairs would take none
         sampled = [0] if count == 1 else self._sampler.compute_frames_index_to_sample(source, target)
-        return Clip(name, tuple(first + index for index in sampled), head, data)
+        return Clip(name, tuple(first + index for index in sampled), head, self._settings, data)
+
+
+def fill(clips: Sequence[Clip], reader: VideoReader) -> None:
+    """Give clips of the reader's video their frames; raises UnreadableVideo."""
+    fps = reader.head.fps
+    wanted = sorted({index for clip in clips for index in clip.indices})
+    frames = dict(zip(wanted, reader.frames([index / fps for index in wanted]), strict=True))
+    for clip in clips:
+        clip.frames = [frames[index] for index in clip.indices]
 
 
 def cut(seconds: float, options: VideoOptions) -> list[tuple[float, float]]:

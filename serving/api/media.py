@@ -158,11 +158,17 @@ class MediaResolver:
         self._web = MediaFetcher(settings)
 
     async def resolve_messages(
-        self, messages: list[Any], tenant: str, pages: str | None = None, video: VideoOptions | None = None
+        self,
+        messages: list[Any],
+        tenant: str,
+        pages: str | None = None,
+        video: VideoOptions | None = None,
+        notices: list[str] | None = None,
     ) -> list[Any]:
         """Replace images by vLLM's `image_pil` parts, documents by their marks, videos by clips.
 
-        A PDF becomes its pages in order, or those that `pages` names, such as "1-3,7"; a video what `video` says.
+        A PDF becomes its pages in order, or those that `pages` names, such as "1-3,7"; a video what `video` says. What
+        of the parts is left out is told in `notices`.
 
         Raises:
             InvalidRequest, NotFound, TooLarge: naming the part.
@@ -221,18 +227,15 @@ class MediaResolver:
                 parameter="messages",
             )
         places = [(one, where) for several, (_, _, where) in zip(found, wanted, strict=True) for one in several]
+        audible = {where: None for one, where in places if isinstance(one, Clip) and one.head.audio}
+        if audible and notices is not None:
+            notices.append(f"sound is left out: of {len(audible)} videos, first {next(iter(audible))}")
         decoded = await self._decode_new([one for one, _ in places], [where for _, where in places], at_once)
 
-        def part_of(one: _Resolved) -> dict[str, Any]:
-            if isinstance(one, Clip):
-                return {"type": "video_url", "video_url": one if one.frames else None, "uuid": one.content}
-            if isinstance(one, ResolvedImage):
-                image = decoded.get(one.content, one).image
-                return {"type": "image_pil", "image_pil": image, "uuid": one.content}
-            return {"type": "text", "text": one}
-
         for (parts, p, _), several in reversed(list(zip(wanted, found, strict=True))):  # places stay as they are
-            parts[p : p + 1] = map(part_of, several)
+            parts[p : p + 1] = [
+                part_of(decoded.get(one.content, one) if isinstance(one, ResolvedImage) else one) for one in several
+            ]
         return resolved
 
     async def _resolve(
@@ -280,10 +283,8 @@ class MediaResolver:
     async def _videos(
         self, data: bytes, owner: str, where: str, images: _ImageBudgets, options: VideoOptions
     ) -> list[Clip]:
-        """Clips of a video, not decoded yet."""
+        """Clips of a video; of a long one, and of one that is known, not decoded yet."""
         opener = self._opener(where)
-        if len(data) > opener.max_bytes:
-            raise TooLarge(f"{where}: the video has {len(data)} bytes, at most {opener.max_bytes} are allowed")
         content = owned_content_id(data, owner, self._secret)
         clips = await asyncio.to_thread(opener.open, data, content, options, where)
         images.clips.take(sum(clip.pixels for clip in clips), where)
@@ -553,6 +554,15 @@ class MediaResolver:
             return await asyncio.to_thread(self._files.content, tenant, file_id), tenant, True
         except UnknownFile as error:
             raise NotFound(f"{where}: no such file: {file_id}") from error
+
+
+def part_of(found: ResolvedImage | Mark | Clip) -> dict[str, Any]:
+    """The content part of what was resolved, as vLLM's renderer takes it."""
+    if isinstance(found, Clip):
+        return {"type": "video_url", "video_url": found, "uuid": found.content}
+    if isinstance(found, ResolvedImage):
+        return {"type": "image_pil", "image_pil": found.image, "uuid": found.content}
+    return {"type": "text", "text": found}
 
 
 class _Opened:

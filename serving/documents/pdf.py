@@ -79,8 +79,6 @@ def read_pages(
     """
     job = {
         "site": str(Path(str(_pdfium())).parent.parent),
-        "memory_bytes": settings.pdf_memory_bytes,
-        "cpu_seconds": max(1, int(settings.pdf_timeout_s)),
         "max_pages": settings.max_pdf_pages,
         "max_pixels": max_pixels,
         "dpi": settings.dpi,
@@ -88,7 +86,7 @@ def read_pages(
         "text": text,
         "pixels": pixels,
     }
-    with bounded_child(_CHILD, job, data, settings.pdf_timeout_s) as child:
+    with bounded_child(_CHILD, job, data, settings.pdf_timeout_s, settings.pdf_memory_bytes) as child:
         count, found = _read(child, max_pixels)
     late = child.is_late
     if count is None or (pages is None and len(found) < count):

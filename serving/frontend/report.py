@@ -310,6 +310,7 @@ class OrbitReport(BaseModel):
     first_token: Literal["prefill", "decode"] | None = None  # the role that gave it
     kv: KVReport | None = None
     stages_ms: dict[str, float] = {}
+    notices: list[str] = []  # what of the request was left out
 
 
 class ChunkCosts(NamedTuple):

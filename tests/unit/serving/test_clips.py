@@ -1,18 +1,15 @@
-"""Videos on their way in: read within bounds, sampled as vLLM does, cut at fixed times into chunks."""
+"""Videos on their way in: sampled as vLLM does, cut at fixed times into chunks."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from video_support import FPS, sound, video
+from video_support import video
 from vllm.renderers import ChatParams, renderer_from_config
 from vllm.renderers.params import TokenizeParams
 
@@ -23,7 +20,6 @@ from kvstore.uploads.vector_stores import VectorStores
 from serving.api.clips import Clips, cut
 from serving.api.media import MediaResolver
 from serving.documents.settings import VideoSettings
-from serving.documents.video import UnreadableVideo, read_frames, read_head
 from serving.engine_spec import front_end_config
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
@@ -31,48 +27,6 @@ from serving.frontend.video_options import VideoOptions
 from serving.settings import HttpSettings, ModelSettings
 
 MP4 = video()
-
-
-@pytest.mark.parametrize(
-    ("kind", "codec", "pixels"),
-    [("mp4", "libx264", "yuv420p"), ("webm", "libvpx-vp9", "yuv420p"), ("matroska", "libx264", "yuv420p10le")],
-)
-def test_the_frame_of_a_time_is_the_one_shown_then(kind: str, codec: str, pixels: str):
-    data = video(kind=kind, codec=codec, pixels=pixels)
-    head = read_head(data, VideoSettings())
-    assert (head.frames, head.width, head.height, head.audio) == (48, 96, 64, 0)
-    assert head.fps == pytest.approx(FPS, rel=1e-2)
-    frames = read_frames(data, [0, 1.0, 5.25, 11.75], VideoSettings())
-    assert [frame.shape for frame in frames] == [(64, 96, 3)] * 4
-    assert [float(frame.mean()) for frame in frames] == pytest.approx([0, 20, 105, 235], abs=4)
-
-
-@pytest.mark.parametrize(
-    ("data", "bounds", "words"),
-    [
-        (b"", {}, "empty"),
-        (b"no video at all", {}, "not MP4"),
-        (MP4[:400], {}, "broken, truncated"),
-        (sound(), {}, "no picture, only sound"),
-        (MP4, {"max_seconds": 5.0}, "at most 5 s"),
-        (MP4, {"max_frames": 10}, "more than the 10 frames"),
-        (MP4, {"max_frame_pixels": 1000}, "96x64 pixels, at most 1000"),
-        (video(4, codec="mpeg2video"), {}, "its codec 'mpeg2video' is not one of"),
-    ],
-)
-def test_what_is_wrong_is_named(data: bytes, bounds: dict[str, Any], words: str):
-    with pytest.raises(UnreadableVideo, match=words):
-        read_head(data, VideoSettings(**bounds))
-
-
-@settings(max_examples=12, deadline=None)
-@given(at=st.integers(0, len(MP4) - 1), flipped=st.binary(min_size=1, max_size=32), keep=st.integers(1, len(MP4)))
-def test_a_damaged_file_is_frames_or_a_refusal(at: int, flipped: bytes, keep: int):
-    damaged = (MP4[:at] + flipped + MP4[at + len(flipped) :])[:keep]
-    frames: list[Any] = []
-    with suppress(UnreadableVideo):
-        frames = read_frames(damaged, [0.0, 1.0], VideoSettings(timeout_s=20))
-    assert len(frames) in (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +52,12 @@ class Front:
     media: MediaResolver
     delimiters: Delimiters
 
-    async def segments(self, data: bytes, **options: Any) -> Segments:
+    async def segments(self, data: bytes, notices: list[str] | None = None, **options: Any) -> Segments:
         url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
         content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What happens?"}]
         messages = [{"role": "user", "content": content}]
-        resolved = await self.media.resolve_messages(messages, "local", video=VideoOptions(**options))
+        asked = VideoOptions(**options)
+        resolved = await self.media.resolve_messages(messages, "local", video=asked, notices=notices)
         how = TokenizeParams(max_total_tokens=16384, add_special_tokens=False)
         params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
         _, (prompt,) = await self.renderer.render_chat_async([resolved], params, how, skip_mm_cache=True)
@@ -145,11 +100,28 @@ async def test_a_window_that_slides_keeps_the_segments_that_stay(front: Front):
     assert before[stays] == after[stays]
 
 
+async def test_sound_is_left_out_and_told_once(front: Front):
+    notices: list[str] = []
+    await front.segments(video(has_sound=True), notices, segment_seconds=4)
+    assert notices == ["sound is left out: of 1 videos, first messages[0].content[0]"]
+    await front.segments(MP4, notices)
+    assert len(notices) == 1
+
+
+async def test_a_clip_that_left_the_processor_cache_is_decoded_when_it_is_asked_for(front: Front):
+    decoded = await front.segments(MP4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(front.media, "_is_processed", lambda content: True)
+        later = await front.segments(MP4)
+    assert later.token_ids == decoded.token_ids
+
+
 async def test_a_video_that_cannot_be_read_is_refused_by_its_place(front: Front):
-    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: the video cannot be read"):
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: the video cannot be read: it is truncated"):
         await front.segments(MP4[:400])
-    with pytest.raises(InvalidRequest, match=r"none of them between"):
-        await front.segments(MP4, start_seconds=60)
+    for start in (60, 11.9):
+        with pytest.raises(InvalidRequest, match=r"has 12.00 s, and no frame of it is between"):
+            await front.segments(MP4, start_seconds=start)
 
 
 async def test_models_without_videos_refuse_them(tmp_path: Path):
