@@ -1,15 +1,15 @@
-"""Manifests of the offline caching job: images, their order, prefix and tenant.
+"""Manifests of the offline caching job: images and videos, their order, prefix and tenant.
 
 | manifest              | an entry is                                                       |
 |-----------------------|-------------------------------------------------------------------|
-| a folder              | one image, known by its extension, at any depth                   |
+| a folder              | one image or video, known by its extension, at any depth          |
 | `*.jsonl`, `*.ndjson` | a line: an object with the fields below; unknown fields are errors |
 | `*.parquet`           | a row; columns of other names are left alone                      |
 
 | field               | meaning                                                                              |
 |---------------------|--------------------------------------------------------------------------------------|
-| path, url, bytes    | one image: a path (relative to the manifest, or absolute), any fsspec URL, or inline |
-|                     | (base64 in JSON)                                                                     |
+| path, url, bytes    | one image or video: a path (relative to the manifest, or absolute), any fsspec URL,  |
+|                     | or inline (base64 in JSON)                                                           |
 | image, images       | the same as one object or string; several of them: a set, in this order              |
 | id                  | the entry's name in reports; default: where it stands in the manifest                |
 | tenant              | whose content it is; default the job's; `dynamic-library`: everybody's references    |
@@ -17,6 +17,7 @@
 | tools               | the tools that they will have: a list as in a request, or JSON of it (in Parquet     |
 |                     | always: its rows would have one another's fields); default none                      |
 | patches             | `own` (this order; default), `orbit` (every order) or `none`                         |
+| video               | how requests will cut its videos, as their `orbit.video` (in Parquet JSON of it)     |
 
 Reading streams: an entry is a few strings, and only inline images are in it. A bad entry is an entry with an `error`.
 """
@@ -37,11 +38,13 @@ from fsspec.core import split_protocol, url_to_fs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvstore.records.keys import DYNAMIC_TENANT
+from serving.frontend.video_options import VideoOptions
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+MEDIA_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".mov", ".webm", ".mkv")
 LINES_SUFFIXES = (".jsonl", ".ndjson")
 _IMAGE_FIELDS = ("path", "url", "bytes", "image", "images")
-_FIELDS = (*_IMAGE_FIELDS, "id", "tenant", "prefix", "tools", "patches")
+_JSON_FIELDS = ("tools", "video")
+_FIELDS = (*_IMAGE_FIELDS, *_JSON_FIELDS, "id", "tenant", "prefix", "patches")
 _PARQUET_ROWS = 8  # read at once: a row may carry an image
 Patches = Literal["own", "orbit", "none"]
 StorageOptions = Mapping[str, Mapping[str, Any]]
@@ -80,7 +83,7 @@ ANYBODY = Owners()
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Source of an image: a path or URL, or its bytes."""
+    """Source of an image or video: a path or URL, or its bytes."""
 
     location: str | None = None
     data: bytes | None = None
@@ -97,6 +100,7 @@ class Entry:
     prefix: str = ""
     tools: str = ""  # JSON
     patches: Patches = "own"
+    video: str = ""  # JSON
     error: str | None = None
 
 
@@ -109,6 +113,7 @@ ENTRY_SCHEMA = pa.schema(
         ("prefix", pa.string()),
         ("tools", pa.string()),
         ("patches", pa.string()),
+        ("video", pa.string()),
         ("error", pa.string()),
     ]
 )
@@ -156,7 +161,8 @@ class Manifest:
             self._rows, self._count = self._parquet_rows, self._count_parquet
         else:
             raise ManifestError(
-                f"{location}: a manifest is a folder of images, or a file {', '.join((*LINES_SUFFIXES, '.parquet'))}"
+                f"{location}: a manifest is a folder of images and videos, or a file "
+                f"{', '.join((*LINES_SUFFIXES, '.parquet'))}"
             )
         self.url = self._fs.unstrip_protocol(self._path)
         self._base = self._fs.unstrip_protocol(self._path if is_folder else self._fs._parent(self._path)).rstrip("/")
@@ -208,6 +214,7 @@ class Manifest:
             row = _Row.model_validate({name: field for name, field in value.items() if field is not None})
             sources = tuple(self._located(image) for image in row.sources())
             tenant, tools = self.owners.of(row.tenant), json.dumps(row.tools) if row.tools else ""
+            video = row.video.model_dump_json(exclude_defaults=True) if row.video else ""
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -215,7 +222,7 @@ class Manifest:
         except ValueError as error:  # JSON's errors too
             return Entry(number, place, error=str(error))
         name = place if row.id is None else str(row.id)
-        return Entry(number, name, sources, tenant, row.prefix, tools, row.patches)
+        return Entry(number, name, sources, tenant, row.prefix, tools, row.patches, video)
 
     def _located(self, image: ImageSource) -> ImageSource:
         """A location that any process understands: relative ones belong to the manifest's folder."""
@@ -227,9 +234,9 @@ class Manifest:
     # Folder
 
     def _image_paths(self) -> list[str]:
-        found = sorted(path for path in self._fs.find(self._path) if path.lower().endswith(IMAGE_SUFFIXES))
+        found = sorted(path for path in self._fs.find(self._path) if path.lower().endswith(MEDIA_SUFFIXES))
         if not found:
-            raise ManifestError(f"{self.location}: the folder holds no images ({', '.join(IMAGE_SUFFIXES)})")
+            raise ManifestError(f"{self.location}: the folder holds no images or videos ({', '.join(MEDIA_SUFFIXES)})")
         return found
 
     def _images(self) -> Iterator[tuple[str, object]]:
@@ -278,8 +285,9 @@ class Manifest:
                 f"{self.location}: no column names images ({', '.join(_IMAGE_FIELDS)}); "
                 f"there are {', '.join(schema.names)}"
             )
-        if "tools" in schema.names and not _is_text(schema.field("tools").type):
-            raise ManifestError(f"{self.location}: the column tools is {schema.field('tools').type}, not JSON text")
+        for name in _JSON_FIELDS:
+            if name in schema.names and not _is_text(schema.field(name).type):
+                raise ManifestError(f"{self.location}: the column {name} is {schema.field(name).type}, not JSON text")
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -341,6 +349,12 @@ class _Row(_Image):
     prefix: str = ""
     tools: list[dict[str, Any]] = Field(default_factory=list)
     patches: Patches = "own"
+    video: VideoOptions | None = None
+
+    @field_validator("video", mode="before")
+    @classmethod
+    def _of_video(cls, video: object) -> object:
+        return json.loads(video or "null") if isinstance(video, str) else video
 
     @field_validator("tools", mode="before")
     @classmethod

@@ -2,11 +2,11 @@
 
     read        the bytes, from wherever fsspec finds them
     named       content ids, and with them the keys of all records: is anything missing?
-    opened      checked and decoded                      by `api.media`, as a request's images are
+    opened      checked and decoded                      by `api.media` and `api.clips`, as a request's are
     rendered    to the prompt of a request               by vLLM's renderer and `segments`
 
 Content ids, keys and prompts come from the code that serves requests, so a request finds what is stored here. What is
-stored already is known from the bytes alone: a job that is resumed decodes nothing twice.
+stored already is known from the bytes alone, and of a video from its head: a job that is resumed decodes nothing twice.
 """
 
 from __future__ import annotations
@@ -34,19 +34,24 @@ from prefill_workers.modes import Mode
 from prefill_workers.patches.offline import Name, OfflineTask, OfflineWorker
 from prefill_workers.protocol import ChunkSpan, LinkRequest
 from serving.api.chat import fixed_prefix
+from serving.api.clips import Clip, Clips
 from serving.api.errors import TooLarge
 from serving.api.image_limits import ImageLimits
-from serving.api.media import MediaResolver, ResolvedImage
+from serving.api.media import MediaResolver, ResolvedImage, part_of
 from serving.config import OrbitServeConfig
+from serving.documents.settings import VideoSettings
+from serving.documents.video import is_video
 from serving.engine_spec import front_end_config
 from serving.frontend.client_text import ClientText
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
+from serving.frontend.video_options import VideoOptions
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
 
 MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link
 
 _SAMPLE = ResolvedImage("0" * 64, Image.new("RGB", (64, 64)))
+_Media = ResolvedImage | Clip
 
 
 class EntryError(ValueError):
@@ -64,19 +69,26 @@ class Preparer:
         files = FileStore(config.files_url, config.files)
         self._prompts = Prompts(config)
         limits = self._prompts.image_limits(config.http.max_resized_pixels)
+        self._clips = self._prompts.clips(config.video)
         self._media = MediaResolver(config.http, files, VectorStores(files), limits=limits)
-        self._delimiters: tuple[list[int], list[int]] = ([], [])  # what opens and closes an image's chunk
+        self._delimiters: dict[str, tuple[list[int], list[int]]] = {}  # what opens and closes a chunk, by modality
 
     @classmethod
     async def create(cls, *arguments: Any) -> Preparer:
-        """Create a preparer that has rendered one image.
+        """Create a preparer that has rendered one image, and one video for a model that takes them.
 
         That shows the delimiters of them all and warms the processor.
         """
         preparer = cls(*arguments)
-        segments = await preparer._prompts.render(Opening(), [_SAMPLE])
-        (span,), tokens = segments.chunks, segments.token_ids
-        preparer._delimiters = (tokens[span.start : span.first], tokens[span.first + span.count : span.stop])
+        samples: list[_Media] = [_SAMPLE]
+        if preparer._clips is not None:
+            samples.append(preparer._clips.sample())
+        segments = await preparer._prompts.render(Opening(), samples)
+        tokens = segments.token_ids
+        preparer._delimiters = {
+            span.modality: (tokens[span.start : span.first], tokens[span.first + span.count : span.stop])
+            for span in segments.chunks
+        }
         return preparer
 
     async def task(self, entry: Entry) -> OfflineTask | None:
@@ -85,18 +97,27 @@ class Preparer:
         opening = Opening.of(entry)
         data = await asyncio.gather(*(asyncio.to_thread(self._read, source) for source in entry.images))
         kind = None if entry.patches == "none" else PatchKind(entry.patches)
-        if len(data) == 1 and kind is PatchKind.orbit:
+        sources = await asyncio.gather(
+            *(asyncio.to_thread(self._chunks_of, *pair, entry) for pair in zip(data, entry.images, strict=True))
+        )
+        chunks = [chunk for several in sources for chunk in several]
+        contents = [chunk.content for chunk in chunks]
+        self._check_count(len(chunks), entry)
+        if len(chunks) == 1 and kind is PatchKind.orbit:
             kind = PatchKind.own  # one chunk has one order
-        contents = [await asyncio.to_thread(owned_content_id, image, entry.tenant, self._secret) for image in data]
         if kind is PatchKind.orbit and len(set(contents)) < len(contents):
             raise EntryError("orbit patches need images that differ from each other")
         prefix = self._prompts.prefix_tokens(opening)
-        names = self._offline.wanted(self._outline(contents, entry.tenant, prefix), kind)
+        names = self._offline.wanted(self._outline(chunks, entry.tenant, prefix), kind)
         if await asyncio.to_thread(self._is_stored, names, entry.tenant):
             return None
-        images = await asyncio.gather(
-            *(asyncio.to_thread(self._open, *pair, entry.tenant) for pair in zip(data, entry.images, strict=True))
+        opened = await asyncio.gather(
+            *(
+                asyncio.to_thread(self._open, *one, entry.tenant)
+                for one in zip(sources, data, entry.images, strict=True)
+            )
         )
+        images = [one for several in opened for one in several]
         segments = await self._prompts.render(opening, images)
         if len(segments.token_ids) > self._offline.capacity:
             raise EntryError(
@@ -110,27 +131,35 @@ class Preparer:
     def _check(self, entry: Entry) -> None:
         if entry.error is not None:
             raise EntryError(entry.error)
-        count, most = len(entry.images), self._config.http.max_images_per_request
+        self._check_count(len(entry.images), entry)
+
+    def _check_count(self, count: int, entry: Entry) -> None:
+        """Raise EntryError for more images and clips than a request may have, or than all orders are computed of."""
+        most = self._config.http.max_images_per_request
         if count > most:
-            raise EntryError(f"{count} images, a request may have at most {most}")
+            raise EntryError(f"{count} images and clips, a request may have at most {most}")
         if entry.patches == "orbit" and count > MAX_ORBIT_IMAGES:
             raise EntryError(
-                f"orbit patches of {count} images: at most {MAX_ORBIT_IMAGES}, for all orders are computed"
+                f"orbit patches of {count} images and clips: at most {MAX_ORBIT_IMAGES}, for all orders are computed"
             )
 
-    def _outline(self, contents: Sequence[str], tenant: str, prefix: tuple[int, ...]) -> LinkRequest:
-        """A prompt of these images without their placeholders, which no key depends on."""
-        opening, closing = self._delimiters
+    def _outline(self, found: Sequence[_Chunk], tenant: str, prefix: tuple[int, ...]) -> LinkRequest:
+        """A prompt of these chunks without their placeholders, which no key depends on."""
         chunks: list[ChunkSpan] = []
         tokens: list[int] = []
-        for content in contents:
+        for one in found:
+            opening, closing = self._delimiters[one.modality]
             start, first = len(tokens), len(tokens) + len(opening)
             tokens += [*opening, *closing]
-            chunks.append(ChunkSpan(content, "image", start, len(tokens), first, 0))
+            chunks.append(ChunkSpan(one.content, one.modality, start, len(tokens), first, 0))
         return LinkRequest("outline", tokens, tuple(chunks), Mode.EXACT, tenant, prefix)
 
+    @property
+    def _most_bytes(self) -> int:
+        return max(self._config.http.max_image_bytes, 0 if self._clips is None else self._clips.max_bytes)
+
     def _read(self, source: ImageSource) -> bytes:
-        """Read an image, at most one byte more than it may have.
+        """Read an image or video, at most one byte more than it may have.
 
         A huge file fails then, instead of filling the memory.
         """
@@ -139,7 +168,7 @@ class Preparer:
         try:
             files, path = file_system(source.location, self._config.precompute.storage_options)
             try:
-                return files.cat_file(path, end=self._config.http.max_image_bytes + 1)
+                return files.cat_file(path, end=self._most_bytes + 1)
             except OSError as error:
                 if error.errno == errno.EINVAL and files.size(path) == 0:
                     return b""  # S3 has no range of an empty object
@@ -151,11 +180,44 @@ class Preparer:
         except Exception as error:  # file systems raise their own client's errors, which share no base class
             raise EntryError(f"{_named(source)}: cannot be read: {error}") from error
 
-    def _open(self, data: bytes, source: ImageSource, tenant: str) -> ResolvedImage:
+    def _chunks_of(self, data: bytes, source: ImageSource, entry: Entry) -> list[_Chunk]:
+        """The chunks of an image or video, which is not decoded."""
+        content = owned_content_id(data, entry.tenant, self._secret)
+        if not is_video(data):
+            return [_Chunk(content, "image")]
+        where = _named(source)
+        if self._clips is None:
+            raise EntryError(f"{where}: the model takes no videos")
+        options = VideoOptions.model_validate_json(entry.video or "{}")
         try:
-            return self._media.open(data, tenant, _named(source))
+            clips = self._clips.open(data, content, options, where, decodes_short=False)
         except (InvalidRequest, TooLarge) as error:
             raise EntryError(str(error.args[0])) from error
+        if (pixels := sum(clip.pixels for clip in clips)) > self._clips.max_pixels:
+            raise EntryError(f"{where}: {pixels} sampled pixels, at most {self._clips.max_pixels} are allowed")
+        return [_Chunk(clip.content, "video", clip) for clip in clips]
+
+    def _open(self, named: Sequence[_Chunk], data: bytes, source: ImageSource, tenant: str) -> list[_Media]:
+        """Decode an image, or the clips of a video."""
+        where = _named(source)
+        clips = [one.clip for one in named if one.clip is not None]
+        try:
+            if not clips:
+                return [self._media.open(data, tenant, where)]
+            assert self._clips is not None
+            self._clips.decode(clips, where)
+        except (InvalidRequest, TooLarge) as error:
+            raise EntryError(str(error.args[0])) from error
+        return [*clips]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk of an entry, as far as its keys need it."""
+
+    content: str
+    modality: str
+    clip: Clip | None = None
 
 
 def _named(source: ImageSource) -> str:
@@ -181,9 +243,7 @@ class Opening:
 
 
 class Prompts:
-    """Prompts over images, rendered as the chat handler renders requests.
-
-    The opening, then the images as a user's turn.
+    """Prompts over images and clips, rendered as the chat handler renders requests.
 
     The opening, then the images as a user's turn.
     """
@@ -206,6 +266,10 @@ class Prompts:
         """The model's limits on images; None: it takes none."""
         return ImageLimits.of(self._renderer, max_resized_pixels)
 
+    def clips(self, settings: VideoSettings) -> Clips | None:
+        """Opener of the model's videos; None: it takes none."""
+        return Clips.of(self._renderer, settings)
+
     def prefix_tokens(self, opening: Opening) -> tuple[int, ...]:
         """Token ids of a fixed prefix, as patches are keyed by."""
         text = fixed_prefix(list(opening.messages), self._request(opening))
@@ -219,12 +283,12 @@ class Prompts:
         segments = await self.render(opening, [_SAMPLE])
         return tuple(segments.token_ids[: segments.chunks[0].start])
 
-    async def render(self, opening: Opening, images: Iterable[ResolvedImage]) -> Segments:
+    async def render(self, opening: Opening, images: Iterable[_Media]) -> Segments:
         """The prompt in segments.
 
         Raises EntryError if it is too long, or an image too small for the processor.
         """
-        parts = [{"type": "image_pil", "image_pil": found.image, "uuid": found.content} for found in images]
+        parts = [part_of(found) for found in images]
         try:
             rendered = await self._online.render_chat(
                 self._request(opening, {"role": "user", "content": parts}), skip_mm_cache=True

@@ -36,14 +36,14 @@ def only(location: str) -> Entry:
     return entry
 
 
-def test_a_folder_is_every_image_in_it(tmp_path: Path):
+def test_a_folder_is_every_image_and_video_in_it(tmp_path: Path):
     (tmp_path / "deep" / "er").mkdir(parents=True)
-    for name in ("b.png", "A.JPG", "deep/er/c.webp", "notes.txt"):
+    for name in ("b.png", "A.JPG", "deep/er/c.webp", "d.mp4", "notes.txt"):
         (tmp_path / name).touch()
     manifest = Manifest(str(tmp_path))
     entries = list(manifest.entries())
-    assert manifest.count() == 3
-    assert [entry.name for entry in entries] == ["A.JPG", "b.png", "deep/er/c.webp"]
+    assert manifest.count() == 4
+    assert [entry.name for entry in entries] == ["A.JPG", "b.png", "d.mp4", "deep/er/c.webp"]
     assert [entry.images[0].location for entry in entries] == [f"file://{tmp_path}/{entry.name}" for entry in entries]
     assert {(entry.patches, entry.prefix, entry.tenant) for entry in entries} == {("own", "", "local")}
 
@@ -57,9 +57,10 @@ def test_a_line_names_one_image_or_a_set(tmp_path: Path):
         {"url": "data:image/png;base64,AAAA", "tenant": "alice", "tools": [{"type": "function"}], "patches": "orbit"},
         {"bytes": base64.b64encode(b"pixels").decode(), "tenant": None},
         {"image": {"bytes": base64.b64encode(b"pixels").decode(), "path": "its name"}},
+        {"path": "/a.mp4", "video": {"segment_seconds": 4}},
     )
     manifest = Manifest(location)
-    assert manifest.count() == 5
+    assert manifest.count() == 6
     assert list(manifest.entries()) == [
         Entry(0, "manifest.jsonl:1", (ImageSource(f"file://{tmp_path}/pages/1.png"),)),
         Entry(
@@ -78,6 +79,7 @@ def test_a_line_names_one_image_or_a_set(tmp_path: Path):
         ),
         Entry(3, "manifest.jsonl:5", (ImageSource(data=b"pixels"),)),
         Entry(4, "manifest.jsonl:6", (ImageSource(data=b"pixels"),)),
+        Entry(5, "manifest.jsonl:7", (ImageSource("/a.mp4"),), video='{"segment_seconds":4.0}'),
     ]
 
 
@@ -92,6 +94,7 @@ def test_a_line_names_one_image_or_a_set(tmp_path: Path):
         ({"images": []}, "images: List should have at least 1 item"),
         ({"images": ["a.png", {"file": "b.png"}]}, r"images.1.*"),
         ({"path": "a.png", "patchs": "orbit"}, "patchs: Extra inputs are not permitted"),
+        ({"path": "a.mp4", "video": {"segment_seconds": 0.1}}, "video.segment_seconds: Input should be greater"),
         ({"path": "a.png", "patches": "all"}, "patches: Input should be 'own', 'orbit' or 'none'"),
         ({"path": "a.png", "tenant": ""}, "tenant: String should have at least 1 character"),
         ({"bytes": "not base64!"}, "bytes: .*base64"),
@@ -193,7 +196,7 @@ def test_entries_travel_as_arrow(tmp_path: Path):
     ("name", "content", "reason"),
     [
         ("nothing.jsonl", None, "there is no such manifest"),
-        ("list.txt", b"a.png", "a manifest is a folder of images, or a file .jsonl"),
+        ("list.txt", b"a.png", "a manifest is a folder of images and videos, or a file .jsonl"),
         ("empty.jsonl", b"\n", "the manifest is empty"),
         ("broken.parquet", b"PAR1", "cannot be read"),
     ],
