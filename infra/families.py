@@ -12,22 +12,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its small checkpoint, KV layout, and image placeholder in prompts.
+    """A model family: its small checkpoint, KV layout, and placeholders in prompts.
 
-    `image` is empty for text models, whose chunks are documents.
+    `image` is empty for text models, whose chunks are documents; `video` for models that take none.
     """
 
     checkpoint: str
     layout: str
     image: str = ""
+    video: str = ""
     trust_remote_code: bool = False
 
 
-_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 FAMILIES = {
-    "qwen2_5_vl": Family("qwen2_5_vl-tiny", "gqa", _QWEN_IMAGE),
-    "qwen3_vl": Family("qwen3_vl-tiny", "gqa", _QWEN_IMAGE),
+    "qwen2_5_vl": Family("qwen2_5_vl-tiny", "gqa", *_QWEN),
+    "qwen3_vl": Family("qwen3_vl-tiny", "gqa", *_QWEN),
     "kimi_vl": Family(
         "kimi_vl-tiny",
         "mla",

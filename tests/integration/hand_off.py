@@ -243,7 +243,7 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding, compacts: boo
         params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
         expected = {}
         for kind, prompt in prompts.items():
-            whole, _ = vllm_prompt(prompt, rig.documents, family.image)
+            whole, _ = vllm_prompt(prompt, rig.documents, family)
             expected[kind] = answer(engine._llm.generate([whole], params, use_tqdm=False)[0].outputs[0])
 
         report: dict[str, Any] = {"expected": expected, "linked": []}

@@ -110,15 +110,15 @@ def image(number: int) -> Image.Image:
     return Image.fromarray((pixels * 255).astype("uint8"))
 
 
-def vllm_prompt(parts: Sequence[Part], documents: Documents, image_text: str) -> tuple[dict, list[Document]]:
+def vllm_prompt(parts: Sequence[Part], documents: Documents, family: Family) -> tuple[dict, list[Document]]:
     """The parts as a user's turn, in the form `LLM.generate` takes, and the documents among them."""
 
     def written(part: Part) -> str:
         if isinstance(part, Page):
             return documents.mark(part.content, part.text)
         if isinstance(part, Clip):
-            return image_text.replace("image_pad", "video_pad")
-        return image_text if isinstance(part, int) else part
+            return family.video
+        return family.image if isinstance(part, int) else part
 
     text = f"<|im_start|>user\n{''.join(map(written, parts))}<|im_end|>\n<|im_start|>assistant\n"
     images = [part for part in parts if isinstance(part, int)]
@@ -203,7 +203,7 @@ class Rig:
 
     def render(self, parts: Sequence[Part]) -> Segments:
         """vLLM's own rendering and processing of a prompt, cut into segments."""
-        prompt, documents = vllm_prompt(parts, self.documents, self.family.image)
+        prompt, documents = vllm_prompt(parts, self.documents, self.family)
         parsed = parse_model_prompt(self.renderer.model_config, prompt)
         (rendered,) = self.renderer.render_cmpl([parsed], skip_mm_cache=True)
         return segment(rendered, self.delimiters, documents)
@@ -266,7 +266,7 @@ class Rig:
         """vLLM's own multimodal prefill in the same engine. Uses any block of the pool: call it before linking."""
         assert self.loop.stats().leases == 0
         params = SamplingParams(max_tokens=1, temperature=0, logprobs=top, detokenize=False)
-        prompt, _ = vllm_prompt(parts, self.documents, self.family.image)
+        prompt, _ = vllm_prompt(parts, self.documents, self.family)
         (answer,) = self.engine._llm.generate([prompt], params, use_tqdm=False)
         return {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
 
