@@ -28,6 +28,27 @@ def test_a_video_is_answered_as_vllm_answers_it_and_encoded_once(service: Servic
     said = reference.chat(messages).text
     assert [answer["choices"][0]["message"]["content"] for answer in answers] == [said, said]
     assert [answer["orbit"]["vision_tokens_encoded"] > 0 for answer in answers] == [True, False]
+    assert all(answer["orbit"]["notices"] == [] for answer in answers)
+
+
+def test_an_upload_is_the_same_clip_and_its_sound_is_left_out(service: Service):
+    data = video(has_sound=True)
+    uploaded = service.openai().files.create(file=("clip.mp4", data), purpose="vision")
+    answers = []
+    for shown in (part(data), {"type": "file", "file": {"file_id": uploaded.id}}):
+        answers.append(service.chat(user(shown, "What happens?"))["orbit"])
+        service.settle()
+    assert [report["vision_tokens_encoded"] > 0 for report in answers] == [True, False]
+    assert [report["notices"] for report in answers] == [
+        ["sound is left out: of 1 videos, first messages[0].content[0]"]
+    ] * 2
+
+
+def test_prefill_workers_encode_clips_where_there_is_no_vision_encoder(couples: Service, reference: Reference):
+    messages = user(CLIP, "What happens?")
+    answer = couples.chat(messages, "exact")
+    assert answer["choices"][0]["message"]["content"] == reference.chat(messages).text
+    assert answer["orbit"]["vision_tokens_encoded"] > 0
 
 
 def test_a_window_that_moves_encodes_what_is_new(service: Service):

@@ -224,7 +224,7 @@ def compacted(rig: Any, parts: list[Any], decoding: Decoding) -> list[dict[str, 
 
 def prefill(name: str, dtype: str, ranks: int, decoding: Decoding, compacts: bool = False) -> dict[str, Any]:
     """Link a prompt twice, let it be decoded, and report that beside what this engine answers by itself."""
-    from rig import Page, Rig, tiny_engine, vllm_prompt
+    from rig import Clip, Page, Rig, tiny_engine, vllm_prompt
     from vllm import SamplingParams
 
     from prefill_workers.protocol import Sampling
@@ -235,8 +235,8 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding, compacts: boo
     engine = tiny_engine(dtype, family, hand_off=True, tensor_parallel_size=ranks)
     with tempfile.TemporaryDirectory() as directory:
         rig = Rig(engine, Path(directory), family=family)
-        chunk = (lambda n: n) if family.image else Page
-        parts = ["See ", chunk(1), " and ", chunk(2), " and then say what follows."]
+        first, second = (1, Clip(2, frames=12) if family.video else 2) if family.image else (Page(1), Page(2))
+        parts = ["See ", first, " and ", second, " and then say what follows."]
         spare = -len(rig.plan(parts).sequence) % engine.block_size
         full = [*parts[:-1], parts[-1] + "." * spare]  # fills its last block: a first token needs another one
         prompts = {"parts": parts, "full": full}

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from ray.data import DataContext
 from rig import BLOCK_SIZE, MAX_MODEL_LEN, Rig, image
+from video_support import video
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from infra.checkpoints import checkpoint_path
@@ -40,6 +41,7 @@ PREFIX = "Answer in one word."
 TOOLS = [{"type": "function", "function": {"name": "turn", "parameters": {"type": "object", "properties": {}}}}]
 STORED_WITHIN_SECONDS = 300
 SINGLE = range(24)  # images that are entries of their own
+SEGMENTS = {"segment_seconds": 4}  # three of the video
 BAD = {"broken.png": "not an image", "missing.png": "no such file", "empty.png": "0 bytes"}
 
 
@@ -77,6 +79,8 @@ def write_manifest(folder: Path) -> Path:
     ]
     lines[8:8] = [*sets, *({"id": name, "path": name} for name in BAD), "not an object"]
     lines += [{**entry, "id": f"{entry['id']} again"} for entry in sets]
+    (folder / "clip.mp4").write_bytes(video())
+    lines.append({"id": "clip", "path": "clip.mp4", "video": SEGMENTS})
     path = folder / "manifest.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
     return path
@@ -164,7 +168,8 @@ def test_two_workers_compute_nothing_twice(job: Job):
         }
     )
     assert computed == kinds([path for path in job.after if path not in job.before])
-    wanted = Counter({"canonical": len(SINGLE) + 2, "embedding": len(SINGLE) + 2, "patch": len(SINGLE) + 3 + 3 * 4})
+    chunks, sets = len(SINGLE) + 3, 3 + 3 * 4
+    wanted = Counter({"canonical": chunks + 2, "embedding": chunks + 2, "patch": chunks + sets})
     assert kinds(list(job.after)) == wanted
 
 
@@ -200,19 +205,21 @@ class RigRoles:
 
 @pytest.fixture
 def ask(job: Job, fp32: PrefillEngine) -> Any:
-    """Asks the HTTP application about images, on a rig whose library is the job's; returns the `orbit` report."""
+    """Asks the HTTP application about images and videos, over the job's library; returns the `orbit` report."""
     library = Library(LibrarySettings(directory=job.folder / "library"), fp32.fingerprint)
     rig = Rig(fp32, job.folder / "library", library=library, form=load_form(job.config.patch, library))
 
     async def ask(
-        numbers: Sequence[int], prefix: str | None, config: OrbitServeConfig = job.config, **fields: Any
+        shown: Sequence[int | str], prefix: str | None, config: OrbitServeConfig = job.config, **fields: Any
     ) -> dict[str, Any]:
         client = LinkedEngineClient(front_end_config(config.model, 0.1), RigRoles(rig))
         api = await build_api(client, config, on_delete=lambda *_: None)
         content: list[Any] = [{"type": "text", "text": "Look at "}]
-        for number in numbers:
-            data = base64.b64encode((job.folder / f"{number}.png").read_bytes()).decode()
-            content.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
+        for one in shown:
+            kind, name, media = ("image", f"{one}.png", "png") if isinstance(one, int) else ("video", one, "mp4")
+            data = base64.b64encode((job.folder / name).read_bytes()).decode()
+            url = f"data:{kind}/{media};base64,{data}"
+            content.append({"type": f"{kind}_url", f"{kind}_url": {"url": url}})
         messages = [{"role": "system", "content": prefix}] if prefix else []
         body = {"model": "qwen2_5_vl-tiny", "messages": [*messages, {"role": "user", "content": content}], **fields}
         headers = {"Authorization": "Bearer alices"} if config.http.api_keys else {}
@@ -245,6 +252,14 @@ async def test_a_first_request_over_precomputed_images_is_a_pure_link(
     assert reasons == [f"stored {kind} patch for these antecedents" for kind in kinds]
     assert report["tokens_reused"] == sum(chunk["tokens"] for chunk in report["chunks"])
     assert report["vision_tokens_encoded"] == 0
+
+
+async def test_segments_of_a_precomputed_video_are_linked_and_a_later_window_encodes_nothing(ask: Callable[..., Any]):
+    whole = await ask(["clip.mp4"], None, orbit={"video": SEGMENTS})
+    assert [chunk["operating_point"] for chunk in whole["chunks"]] == ["patched"] * 3
+    later = await ask(["clip.mp4"], None, orbit={"video": {**SEGMENTS, "start_seconds": 4}})
+    assert len(later["chunks"]) == 2
+    assert (whole["vision_tokens_encoded"], later["vision_tokens_encoded"]) == (0, 0)
 
 
 async def test_what_was_stored_behind_tools_is_found_by_requests_that_bring_them(ask: Callable[..., Any]):
