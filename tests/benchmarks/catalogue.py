@@ -33,6 +33,7 @@ from tests.benchmarks import (
     system_prompt,
     ttft,
     turns,
+    video_segments,
     video_window,
     weighing,
 )
@@ -44,6 +45,7 @@ _MODULES = (
     turns,
     agent,
     video_window,
+    video_segments,
     break_even,
     handoff,
     elastic,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from infra.reference.families import ReferenceFamily
@@ -25,6 +26,7 @@ class Item:
     `asked` [pages][cells]: whether a cell shows what is asked for.
     """
 
+    pictures: tuple[Image.Image, ...]
     pages: tuple[Page, ...]
     question: str
     answer: str
@@ -46,8 +48,10 @@ def items(
     things, colours = tuple(THINGS), tuple(COLOURS)
     for index in range(count):
         asked = questions.things[index, 0]
+        pictures = [page_picture(scenes, index, page, kind.cell) for page in range(form.pages)]
         yield Item(
-            pages=tuple(reader.pages([page_picture(scenes, index, page, kind.cell) for page in range(form.pages)])),
+            pictures=tuple(pictures),
+            pages=tuple(reader.pages(pictures)),
             question=question([things[thing] for thing in asked.tolist()]),
             answer=answer([colours[colour] for colour in questions.colours[index, 0].tolist()]),
             asked=_shown(scenes, index, asked.tolist()),

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.protocol import ChunkSpan
     from prefill_workers.sequence import LinkSequence, Run
+    from serving.frontend.prompt_segments import Segments
 
 _HEAD, _TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 _BUDGET = 4096  # tokens that one forward computes
@@ -128,8 +131,25 @@ class Reader:
 
     def pages(self, pictures: Sequence[Image.Image]) -> list[Page]:
         """Pictures as chunks, with their embeddings."""
-        segments = self.rendered(pictures, "?")
-        pixels = segments.pixels(range(len(pictures)))
+        return self._chunks(self.rendered(pictures, "?"))
+
+    def clips(self, clips: Sequence[tuple[NDArray[np.uint8], dict[str, Any]]]) -> list[Page]:
+        """Clips as chunks, with their embeddings.
+
+        Each is frames [n, height, width, 3] and vLLM's metadata of them.
+        """
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        from serving.frontend.prompt_segments import segment
+
+        model = self.engine.config.model_config
+        written = dict(self._delimiters.written)["video"]
+        prompt = {"prompt_token_ids": [*written] * len(clips), "multi_modal_data": {"video": list(clips)}}
+        (rendered,) = self._renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
+        return self._chunks(segment(rendered, self._delimiters))
+
+    def _chunks(self, segments: Segments) -> list[Page]:
+        pixels = segments.pixels(range(len(segments.chunks)))
         found = []
         for span, item, rows in zip(segments.chunks, pixels, self.engine.encode(pixels), strict=True):
             moved = replace(span, start=0, stop=len(span), first=span.first - span.start)
