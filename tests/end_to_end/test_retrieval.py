@@ -9,7 +9,7 @@ from pdf_support import pdf
 from serving.api.file_search import FUNCTION
 
 pytestmark = pytest.mark.service
-COMPARED = 32  # tokens of an answer
+COMPARED = 16  # tokens of an answer
 
 MANUAL = pdf(["Chapter one", "Bolts and nuts"], ["Chapter two", "The carburettor mixes air and fuel"], ["Index"])
 
