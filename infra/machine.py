@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def multiplies_bf16() -> bool:
-    """False where a CPU's bf16 products take many times as long as fp32's: vLLM and PyTorch need AVX-512 for them."""
+    """False where a CPU's bf16 products take many times as long as fp32's.
+
+    vLLM and PyTorch need AVX-512 for them.
+    """
     return "avx512f" in Path("/proc/cpuinfo").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Attention layers of a vLLM engine: their paged caches, how they are written, described and rotated.
+"""Attention layers of a vLLM engine: paged caches, and how they are written and rotated.
 
 Checked on vLLM 0.32.0, whose internals these are.
 """
@@ -30,7 +30,10 @@ class UnsupportedEngine(RuntimeError):
 
 
 class AttentionLayers:
-    """The layers of one rank's model that keep KV; properties raise UnsupportedEngine where they keep it otherwise."""
+    """The layers of one rank's model that keep KV.
+
+    Properties raise UnsupportedEngine where they keep it otherwise than chunks need it.
+    """
 
     segments: Sequence[Segment] = ()  # of this rank's share of a token's KV
 

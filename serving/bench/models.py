@@ -25,7 +25,10 @@ def measured_model() -> str:
 
 
 def measured_dtype() -> str:
-    """The dtype in which they are measured: bf16, as stored, but on a CPU that is many times slower in it."""
+    """The dtype in which they are measured.
+
+    It is bf16, as stored, but on a CPU that is many times slower in it.
+    """
     return "bfloat16" if on_gpu() or multiplies_bf16() else "float32"
 
 
