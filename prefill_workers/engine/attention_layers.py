@@ -110,7 +110,7 @@ class AttentionLayers:
         return float(self.layer(0).impl.scale)
 
     @property
-    def tells_attention(self) -> bool:
+    def can_tell_attention(self) -> bool:
         """True if queries and keys alone determine the first layer's attention.
 
         MLA's are up-projected first; windows, sinks, caps, biases and scales of quantised ones would have to be known.

@@ -129,7 +129,7 @@ class WorkerExtension:
             "inverse_frequencies": self._attention.inverse_frequencies(rotary),
             "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
             "uses_mrope": bool(model.uses_mrope),
-            "tells_attention": self._attention.tells_attention,
+            "tells_attention": self._attention.can_tell_attention,
             "not_compactable": self._compactor.refusal,
         }
         if model.use_mla:
