@@ -89,7 +89,7 @@ def run(
             found[f"{kind}: {name}"] = table
         figures |= figures_of(kind, found)
         if Section.composition in sections:
-            content = to_be_kept(kind, figures).model_dump_json(exclude={"lazy_blocks"})
+            content = to_be_kept(kind, figures).model_dump_json(include=SUMMED)
             console.print(f"{kind}: to be kept beside the weights, in {FILE}: [bold]{content}[/bold]")
     workload = {
         "models": {kind: folder.name for kind, folder in shipped.items()},
@@ -173,6 +173,9 @@ def figures_of(kind: str, whole: Tables) -> dict[str, float]:
 def _defined(cells: Mapping[str, float]) -> list[tuple[str, float]]:
     """A row's cells, but for uncertainties and what is not defined."""
     return [(name, value) for name, value in cells.items() if not name.endswith(UNCERTAINTY) and value == value]
+
+
+SUMMED = {"compose_up_to", "weigh_by"}  # a model card's facts that these tables measure
 
 
 def to_be_kept(kind: str, figures: Mapping[str, float]) -> ModelCard:

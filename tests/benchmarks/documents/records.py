@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,13 @@ def record(benchmark: str, machine: str) -> Record | None:
     """The record of a benchmark on a machine, by its letter; None: it was not measured there."""
     path = RESULTS / f"{benchmark}-{MACHINES[machine]}.json"
     return Record(json.loads(path.read_text())) if path.exists() else None
+
+
+def records(benchmark: str) -> Iterator[tuple[str, Record]]:
+    """The machines on which a benchmark was measured, with its records."""
+    for machine in MACHINES:
+        if (found := record(benchmark, machine)) is not None:
+            yield machine, found
 
 
 def measured(benchmark: str, machine: str) -> Record:

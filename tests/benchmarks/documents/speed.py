@@ -9,7 +9,6 @@ from serving.loadtest.measures import SATURATED
 from tests.benchmarks.catalogue import BENCHMARKS
 from tests.benchmarks.documents.records import (
     MACHINES,
-    RESULTS,
     Record,
     aim,
     cell,
@@ -18,6 +17,7 @@ from tests.benchmarks.documents.records import (
     measured,
     number,
     record,
+    records,
 )
 
 FIRST = "B"  # the machine of the first page: the faster one, where the margins are smaller
@@ -154,12 +154,8 @@ def benchmarks() -> str:
     """All benchmarks: what each answers, and its records."""
     rows = []
     for name, benchmark in BENCHMARKS.items():
-        records = [
-            f"[{machine}](results/{name}-{suffix}.json)"
-            for machine, suffix in MACHINES.items()
-            if (RESULTS / f"{name}-{suffix}.json").exists()
-        ]
-        rows.append((f"`{name}`", benchmark.description, ", ".join(records) or "[below](#what-reuse-answers)"))
+        links = [f"[{machine}](results/{name}-{MACHINES[machine]}.json)" for machine, _ in records(name)]
+        rows.append((f"`{name}`", benchmark.description, ", ".join(links) or "[below](#what-reuse-answers)"))
     return markdown(("name", "what it answers", "records"), rows)
 
 
@@ -181,8 +177,7 @@ def figures() -> str:
 def ttft() -> str:
     """Time to first token with one image behind text that is new."""
     rows = []
-    for machine in MACHINES:
-        found = measured("ttft", machine)
+    for machine, found in records("ttft"):
         for tokens in found.workload["image_tokens"]:
             medians = [found.medians(arm).get(str(tokens)) for arm in TTFT_ARMS]
             rows.append((machine, f"{tokens:,}", *("" if ms is None else f"{ms:.0f}" for ms in medians)))
@@ -205,8 +200,7 @@ def offered(found: Record) -> dict[str, float]:
 def rates() -> str:
     """Retrieval under load: time to first token and completed requests at every rate, by arm."""
     parts = []
-    for machine in MACHINES:
-        found = measured("rates", machine)
+    for machine, found in records("rates"):
         came, completed, late = offered(found), found.table("completed a second"), found.table("TTFT p90, ms")
         rows = []
         for arm, words in RAG_ARMS.items():
@@ -224,8 +218,7 @@ def rates() -> str:
 def sustained() -> str:
     """Sets that never came together before: time to first token by window of queries."""
     rows = []
-    for machine in MACHINES:
-        found = measured("sustained", machine)
+    for machine, found in records("sustained"):
         windows = found.table("median TTFT of a window, ms")["auto"]
         off = found.medians("off")
         rows.append((machine, *(f"{ms:.0f}" for ms in windows.values()), f"{off['before']:.0f}, {off['after']:.0f}"))
@@ -237,8 +230,7 @@ def sustained() -> str:
 def one_shot() -> str:
     """Images that never come again: median time to first token and its 90th percentile."""
     rows = []
-    for machine in MACHINES:
-        found = measured("one-shot", machine)
+    for machine, found in records("one-shot"):
         (rate,) = found.medians("auto")
         late = found.table("TTFT p90, ms")
         cells = (f"{found.median(arm, rate):.0f} ({late[arm][rate]:.0f})" for arm in ONE_SHOT_ARMS)
@@ -266,8 +258,7 @@ def stages() -> str:
 def system_prompt() -> str:
     """Time to first token of text behind a system prompt that came before."""
     rows = []
-    for machine in MACHINES:
-        found = measured("system-prompt", machine)
+    for machine, found in records("system-prompt"):
         for tokens in found.workload["system_tokens"]:
             cells = (f"{found.median(arm, str(tokens)):.0f}" for arm in ("vllm", "cached", "off"))
             rows.append((machine, f"{tokens:,}", *cells))
@@ -277,8 +268,7 @@ def system_prompt() -> str:
 def break_even() -> str:
     """CPU seconds of a prefill worker: costs of reuse, and the number of reuses that pay for it."""
     rows = []
-    for machine in MACHINES:
-        found = measured("break-even", machine)
+    for machine, found in records("break-even"):
         paid = found.table("reuses until it has paid")
         for pages in found.workload["pages x tokens"]:
             cells = (f"{found.median(arm, pages) / 1e3:.2f}" for arm in ("off", "exact", "first", "again"))

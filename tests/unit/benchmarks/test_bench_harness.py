@@ -30,6 +30,7 @@ UNRECORDED = {
     "lazy",
     "mrag",
     "turns",
+    "video-segments",
     "video-window",
 }  # no whole run of them was made yet
 
