@@ -1,13 +1,21 @@
-"""Histories of prose that windows slide over."""
+"""Windows that slide, measured: histories of prose, and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from rich.console import Console
+
+from serving.bench.fidelity import windows
+from serving.bench.fidelity.bench import figures_of
 from serving.bench.fidelity.reader import Page, Prompt
+from serving.bench.fidelity.scores import Scores
 from serving.bench.fidelity.window_cases import ACTION, ASKED, BEHIND, PAGE, Prose
+from serving.bench.kept import Kept
 
 
 class Reader:
@@ -43,3 +51,24 @@ def test_long_histories_are_as_many_as_the_documents_hold():
     held = len(list(Prose(Reader()).draw("prose", 60, 3, 100)))
     assert 0 < held < 32
     assert len(list(Prose(Reader()).draw("prose", 4, 3, 100))) == 32, "a table's most"
+
+
+def test_tables_name_arms_by_slides_and_what_turned_over(monkeypatch: pytest.MonkeyPatch):
+    def scored(*arms: str) -> dict[str, Scores]:
+        return {
+            arm: Scores([True] * 3, [0.01 * i] * 3, [(1, 2), (3, 4), (5, i)], [0.0] * 3, [0.0] * 3)
+            for i, arm in enumerate(("exact", *arms))
+        }
+
+    monkeypatch.setattr(windows, "survivors", lambda *_: scored("kept", "blind"))
+    monkeypatch.setattr(windows, "recalled", lambda *_: scored("stale_20", "fresh", "blind"))
+    cases: Any = SimpleNamespace(splits=("prose",), has_answers=False)
+    nothing: Any = None
+    found = dict(windows.tables(cases, nothing, nothing, 3, Kept(None), Console(quiet=True)))
+    assert "accuracy of windows" not in found
+    figures = figures_of("real", {f"real: {name}": table for name, table in found.items()})
+    assert figures["real.prose.kept_after_8.eta"] == pytest.approx(0.5)
+    assert figures["real.prose.blind_recalled.kl"] == pytest.approx(0.03)
+    assert figures["real.prose.stale_20.same_tokens"] == pytest.approx(5 / 6)
+    assert figures["real.prose.fresh.eta"] == pytest.approx(1 / 3)
+    assert {"real.prose.exact_recalled.kl", "real.prose.exact_after_1.kl"} <= figures.keys()
