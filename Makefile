@@ -24,7 +24,8 @@ ifdef ARGS
 	$(PYTHON) -m pytest $(ARGS)
 else  # side by side, but services, which want the machine for themselves
 	$(PYTHON) -m pytest tests/unit -n logical --dist loadfile
-	$(PYTHON) -m pytest tests/integration -n 2 --dist loadgroup
+	$(PYTHON) -m pytest tests/integration -n 2 --dist loadfile -m "not slow and not cluster"
+	$(PYTHON) -m pytest tests/integration -m "cluster and not slow"
 	$(PYTHON) -m pytest tests/end_to_end tests/cluster
 endif
 

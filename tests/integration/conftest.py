@@ -13,16 +13,6 @@ from rig import QWEN2_5_VL, Rig, tiny_engine
 from infra.families import Family
 from prefill_workers.engine.engine import PrefillEngine
 
-RAY = {"test_ray_tier", "test_fidelity_replicas", "test_precompute"}  # a second cluster on a machine ends the first
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files go whole to one process of pytest-xdist, and those that start Ray to the same one."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ray" if item.path.stem in RAY else item.path.stem))
-
 
 class OnlyEngines:
     """The engines of one model at a time: shutting an engine down takes away what others in the process stand on."""

@@ -22,6 +22,8 @@ from prefill_workers.settings import FidelitySettings
 from serving.frontend.ray_roles import answered
 from serving.replicas.fidelity import FidelityKeeper, PrefillFidelity
 
+pytestmark = pytest.mark.cluster
+
 PATCHED, COMPOSED = OperatingPoint.PATCHED, OperatingPoint.COMPOSED
 SETTINGS = FidelitySettings(minimum=1, bounds={PATCHED: 0.1, COMPOSED: 0.1})
 

@@ -35,7 +35,7 @@ from serving.offline.precompute_ledger import Outcome
 from serving.offline.precompute_manifest import Manifest
 from serving.settings import HttpSettings
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.cluster]
 
 PREFIX = "Answer in one word."
 TOOLS = [{"type": "function", "function": {"name": "turn", "parameters": {"type": "object", "properties": {}}}}]

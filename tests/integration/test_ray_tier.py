@@ -27,6 +27,8 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import MARKERS
 from kvstore.tiers.ray import NAMESPACE, RayTier, directory_name
 
+pytestmark = pytest.mark.cluster
+
 MIB = 1 << 20
 NODE = {"num_cpus": 1, "object_store_memory": 150 * MIB}
 # Ray takes half a minute by default to believe that a node is dead.
