@@ -108,7 +108,7 @@ def citations(text: str | None, report: RetrievalReport | None) -> list[dict[str
 
 
 async def _asked(options: RetrieveOptions, content: Any, last: int, media: MediaResolver, tenant: str) -> Asked:
-    """What is searched by: the query that was given, else the last user message's text, else its images."""
+    """Query of a search: as given, else the last user message's text, else its images."""
     if isinstance(options.query, str):
         return Asked(options.query)
     if options.query is not None:

@@ -115,7 +115,7 @@ class ModelEmbedder:
         return list(dict.fromkeys(ids))[:_MOST_WORDS]
 
     def _seen(self, images: Sequence[Image.Image]) -> list[Array]:
-        """What the tower makes of images: [tokens, dims] each, fp32."""
+        """Embeddings of images by the tower: [tokens, dims] each, fp32."""
         with self._turn:
             found = self._encode([self._processed(image) for image in images])
         # Behind the embedding itself some families have those of deeper layers (deepstack).
