@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from client import CHECKPOINT, Service, user
+from client import Service, user
 from pdf_support import pdf
-from tokenizers import Tokenizer
-
-from infra.checkpoints import checkpoint_path
-from serving.api.file_search import FUNCTION
 
 pytestmark = pytest.mark.service
-COMPARED = 16  # tokens of an answer
-# So that the tokens of what was said are those of its text: the tokenizer has one for a consonant with a vowel, too.
-SAID = '{"query": "bcdfghjklmnpqrstvwxz"}<|im_end|>'
 
 MANUAL = pdf(["Chapter one", "Bolts and nuts"], ["Chapter two", "The carburettor mixes air and fuel"], ["Index"])
 
@@ -66,40 +59,5 @@ def test_an_answer_searches_before_it_goes_on(ingresses: Service):
     assert response.output[0].type == "file_search_call"
     assert response.output[0].queries == [round_["query"]]  # the same prompt, whichever endpoint it came by
     assert (response.model_extra or {})["orbit"]["retrieval"]["rounds"][0]["vision_tokens_encoded"] == 0
-    client.vector_stores.delete(store)
-    client.files.delete(added.id)
-
-
-def test_a_round_behind_a_search_answers_as_a_fresh_link_of_its_whole_prompt(ingresses: Service):
-    service, client = ingresses, ingresses.openai()
-    store = client.vector_stores.create(name="manuals").id
-    added = client.vector_stores.files.upload_and_poll(vector_store_id=store, file=("manual.pdf", MANUAL))
-    tokenizer = Tokenizer.from_file(str(checkpoint_path(CHECKPOINT) / "tokenizer.json"))
-    said_in = {"allowed_token_ids": sorted(set(tokenizer.encode(SAID, add_special_tokens=False).ids))}
-    asked, told_ids = user("What is it that mixes air and fuel?"), {"return_token_ids": True}
-    tool = {"type": "file_search", "vector_store_ids": [store], "max_num_results": 1}
-    forced = {"tools": [tool], "tool_choice": {"type": "file_search"}, **said_in, **told_ids}
-    answers = []
-    for _ in range(2):
-        answers.append(service.chat(asked, **forced, max_tokens=300))
-        service.settle()
-    answer, again = answers
-    (found,) = answer["orbit"]["retrieval"]["results"]
-    first, prompt, said = (
-        answer["orbit"]["prompt_tokens"],
-        answer["prompt_token_ids"],
-        answer["choices"][0]["token_ids"],
-    )
-    called = next(i for i, (one, other) in enumerate(zip(said, prompt[first:], strict=False)) if one != other)
-    call = tokenizer.decode(said[: called - 1])
-    page = {"type": "file", "file": {"file_id": added.id}}
-    told = f"Found, in the order shown:\n[1] manual.pdf, page {found['page']}"
-    turns = [*asked, {"role": "assistant", "content": call}, *user(page, told)]
-    fields = {"tools": [FUNCTION], "tool_choice": "none", "orbit": {"mode": "off", "pages": str(found["page"])}}
-    fresh = service.chat(turns, **fields, **said_in, **told_ids, max_tokens=COMPARED)
-    assert fresh["prompt_token_ids"] == prompt == again["prompt_token_ids"]
-    for one in answers:
-        assert one["choices"][0]["token_ids"][called:][:COMPARED] == fresh["choices"][0]["token_ids"]
-    assert again["orbit"]["retrieval"]["rounds"][0]["vision_tokens_encoded"] == 0
     client.vector_stores.delete(store)
     client.files.delete(added.id)
