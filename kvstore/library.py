@@ -59,7 +59,6 @@ from kvstore.tiers.base import Entry, Lifetime, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.loading import Loading
 from kvstore.tiers.paths import kind_prefix, path_of, record_path
-from kvstore.tiers.ray import RayTier
 from kvstore.tiers.stack import Found, TierStack
 from kvstore.tiers.write_behind import WriteBehind
 
@@ -343,17 +342,15 @@ class Library:
         self._put(record, idle_s)
 
     def leave_node(self, nodes: Sequence[str], until: float) -> None:
-        """Move this node's part of the cluster's object stores to other nodes; best effort.
-
-        See `RayTier.leave`.
-        """
+        """Have other nodes keep what the tiers hold on this one (`Tier.leave`); best effort."""
         for tier in self._stack.tiers:
-            if isinstance(tier, RayTier):
-                try:
-                    moved, left = tier.leave(nodes, until)
-                    logger.info("%s: %d blobs were moved to other nodes, %d let go of", tier.name, moved, left)
-                except TierUnavailable as error:
-                    logger.warning("%s", error)
+            try:
+                moved, left = tier.leave(nodes, until)
+            except TierUnavailable as error:
+                logger.warning("%s", error)
+                continue
+            if moved or left:
+                logger.info("%s: %d blobs were moved to other nodes, %d let go of", tier.name, moved, left)
 
     @contextmanager
     def pin(self, keys: Iterable[str]) -> Iterator[None]:

@@ -112,6 +112,18 @@ class Tier(ABC):
         """
         return sum(map(self.delete, keys))
 
+    def leave(self, nodes: Sequence[str], until: float) -> tuple[int, int]:
+        """Have other nodes keep the blobs that would end with this one; by default there are none.
+
+        Args:
+            nodes: Ray's ids of nodes that stay.
+            until: when to stop (`time.monotonic`).
+
+        Returns:
+            How many blobs they took, and how many were let go of.
+        """
+        return 0, 0
+
     @abstractmethod
     def contains(self, key: str) -> bool:
         """True if the blob exists. Reads no data."""
