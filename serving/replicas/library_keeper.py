@@ -78,8 +78,8 @@ class LibraryKeeper:
 
         Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
         until it is gone; also by a later replica, if a file or a vector store held it (see
-        `kvstore.uploads.pending_deletions`). So it is while a replica is missing: on the disk of its node its successor
-        would find what it kept.
+        `kvstore.uploads.pending_deletions`). So it is while a replica is missing, since on the disk of its node its
+        successor would find what it kept, and while one leaves.
         """
         self._undeleted.add((content, tenant))
         went, everywhere = 0, True
@@ -101,8 +101,10 @@ class LibraryKeeper:
         for role, replicas in self._holders:
             answers = await _forget(role, content, tenant)
             failed = [answer for answer in answers if isinstance(answer, Exception)]
-            expected = await _there(role) if replicas is None else replicas
-            everywhere &= len(answers) - len(failed) >= expected
+            states = await asyncio.to_thread(replica_states, role.app_name, role.deployment_name)
+            expected = _there(states) if replicas is None else replicas
+            # A replica that leaves hears no call any more, and its last writes may bring the content back.
+            everywhere &= len(answers) - len(failed) >= expected and not states.get("STOPPING")
             failures += failed
         went = await asyncio.to_thread(self._library.delete_content, content, tenant)
         for failure in failures:
@@ -181,9 +183,8 @@ def _number(settings: RoleSettings) -> int | None:
     return None if isinstance(settings.replicas, ReplicaRange) else settings.least_replicas
 
 
-async def _there(role: DeploymentHandle) -> int:
+def _there(states: Mapping[str, int]) -> int:
     """Replicas that Serve keeps of a role, those that are starting included: one may be the successor of a lost one."""
-    states = await asyncio.to_thread(replica_states, role.app_name, role.deployment_name)
     return sum(count for state, count in states.items() if state != "STOPPING")
 
 

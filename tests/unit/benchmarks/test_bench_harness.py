@@ -26,7 +26,6 @@ UNRECORDED = {
     "autoscale",
     "cluster",
     "elastic",
-    "image-first",
     "lazy",
     "mrag",
     "turns",

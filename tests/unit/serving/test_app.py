@@ -36,6 +36,7 @@ from serving.errors import RoleUnavailable
 from serving.frontend import ray_roles
 from serving.frontend.documents import Documents
 from serving.frontend.ray_roles import RayRoles, accepted, answered, lost
+from serving.replicas import library_keeper
 from serving.replicas.canary import EngineStalled
 from serving.replicas.decode import DecodeWorker
 from serving.replicas.ingress import Ingress
@@ -222,6 +223,8 @@ class Workers:
     An attempt that is an error finds no replica.
     """
 
+    app_name = deployment_name = "any"
+
     def __init__(self, *attempts: list[Any] | Exception) -> None:
         self._attempts = list(attempts)
         self.called: list[tuple[Any, ...]] = []
@@ -251,6 +254,14 @@ async def given(answer: Any) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+@pytest.fixture(autouse=True)
+def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Replicas of every role by their state in Serve."""
+    found: dict[str, int] = {}
+    monkeypatch.setattr(library_keeper, "replica_states", lambda *_: found)
+    return found
 
 
 def keeper(deleted: list[str], prefill: Workers, replicas: int = 1, *others: Workers) -> LibraryKeeper:
@@ -294,6 +305,18 @@ async def test_what_a_worker_that_is_missing_keeps_on_its_disk_goes_when_there_i
     assert made._undeleted == {("page", "acme")}
     assert await made.delete_content("page", "acme") == 2
     assert all(one.called == [("forget", "page", "acme")] * 2 for one in (workers, *others))
+    assert deleted == ["page", "page", "page settled"]
+    assert not made._undeleted
+
+
+async def test_what_a_worker_that_leaves_may_write_last_goes_too(states: dict[str, int]):
+    deleted: list[str] = []
+    made = keeper(deleted, Workers([None], [None]))
+    states.update(RUNNING=1, STOPPING=1)
+    await made.delete_content("page", "acme")
+    assert made._undeleted == {("page", "acme")}
+    states.pop("STOPPING")
+    await made.delete_content("page", "acme")
     assert deleted == ["page", "page", "page settled"]
     assert not made._undeleted
 
