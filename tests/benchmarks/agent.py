@@ -36,7 +36,7 @@ _DESCRIPTIONS = {
     "recall": "OrbitServe, the session: a screenshot that left, behind the window",
     "recall, exact": "OrbitServe, mode exact: the same prompt",
 }
-_STEPS = {3: 16, 6: 9, 12: 5}  # by window: of the longest one vLLM computes half a minute
+_STEPS = {3: 6, 6: 5, 12: 3}  # by window: a step of the longest one, idle work and all, takes five minutes of two cores
 _RECALLED_AT = 6  # the window of look-backs
 _HEAD = 60  # tokens; of text letters, with the bundled tokenizers
 _ACTIONS = (20, 200)  # tokens of the shortest and the longest action
@@ -81,6 +81,8 @@ def run(quick: bool, console: Console) -> Outcome:
                     ask(arm, window, server, messages, **orbit)
                     if arm == "session":
                         settle(window)  # or the other arm would be asked beside it
+                last = {arm: round(samples[arm][str(window)][-1]) for arm in ("vllm", "session")}
+                console.print(f"  window of {window}, step {step + 1} of {count_of}: {last} ms")
                 if window == _RECALLED_AT and step % _LOOK_BACK_EVERY == 0:
                     back = [*messages, *agent.look_back()]
                     recalled = ask("recall", window, service, back, session=session)
@@ -88,7 +90,6 @@ def run(quick: bool, console: Console) -> Outcome:
                     exact = ask("recall, exact", window, service, back, mode="exact")
                     service.settle()
                     same.append(recalled.text == exact.text)
-            console.print(f"  window of {window} done")
     arms = {name: Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items()}
     ratio = {w: arms["session"].median_ms(str(w)) / arms["vllm"].median_ms(str(w)) for w in steps}
     first, last, recalled_at = str(min(steps)), str(max(steps)), str(_RECALLED_AT)
