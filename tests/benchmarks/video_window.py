@@ -43,7 +43,7 @@ _QUESTION = {"type": "text", "text": "what"}
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure both arms, step by step."""
-    side, window, steps = (112, 3, 2) if quick else (224, 15, 12)
+    side, window, steps = (112, 3, 2) if quick else (224, 15, 6)
     checkpoint, numbers = checkpoint_path(CHECKPOINT), count()
     samples: dict[str, list[float]] = {name: [] for name in _DESCRIPTIONS}
     encoded: list[float] = []
@@ -71,7 +71,9 @@ def run(quick: bool, console: Console) -> Outcome:
                 if name == "session" and step >= 0:
                     chunks = timed.orbit["chunks"]
                     encoded.append(timed.orbit["vision_tokens_encoded"] / (chunks[-1]["tokens"] - 2))
-        console.print(f"  window of {window} clips done")
+            if step >= 0:
+                last = {name: round(times[-1]) for name, times in samples.items() if times}
+                console.print(f"  {window} clips, step {step + 1} of {steps}: {last} ms")
         for step in range(-1, steps):
             for name, server in (("vllm, first", alone), ("ours, first", service)):
                 service.settle()
