@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,10 +33,11 @@ from kvstore.records.keys import embedding_key
 from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.attention_layers import UnsupportedEngine
 from prefill_workers.engine.batch import Attending, Observing, assemble
+from prefill_workers.engine.device_timer import DeviceSpan
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
 from prefill_workers.engine.lazy_attention import leaders_of
-from prefill_workers.engine.rank_errors import Failure
+from prefill_workers.engine.rank_calls import RankCalls
 from prefill_workers.engine.spec import EngineSpec
 from prefill_workers.engine.transfer_notes import ReadNotes
 from prefill_workers.engine.worker_extension import LayerSource
@@ -47,7 +46,6 @@ from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
 
-_ANSWER_SECONDS = 600.0  # longer than any forward takes: a rank that is silent so long waits for one that failed
 _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: four patches of 14 x 14, as most have
 
 
@@ -123,9 +121,8 @@ class PrefillEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._llm = LLM(**engine_arguments(spec))
-        # vLLM's executor of several ranks matches answers to calls by their order; requests are planned on many threads
-        self._calls = threading.Lock() if spec.tensor_parallel_size > 1 else nullcontext()
-        self.silent = False  # for good: a rank does not answer
+        self._calls = RankCalls(self._llm, spec.tensor_parallel_size)
+        self.forward_span: DeviceSpan | None = None  # of the latest forward; None: on a CPU, whose clock tells
         config = self._llm.llm_engine.vllm_config
         self.config = config
         self.max_model_len: int = config.model_config.max_model_len
@@ -139,6 +136,7 @@ class PrefillEngine:
         self.uses_mrope: bool = facts["uses_mrope"]
         self.tells_attention: bool = facts["tells_attention"]  # whether `attend_first` can be asked
         self.not_compactable: str | None = facts["not_compactable"]  # why `compact` must not be asked
+        self._calls.times_on_device = facts["times_on_device"]
         self._quantum: float = facts["quantum"]
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
@@ -162,6 +160,11 @@ class PrefillEngine:
     @property
     def _dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def silent(self) -> bool:
+        """True once a rank does not answer any more, for good."""
+        return self._calls.silent
 
     @property
     def has_quantised_kv(self) -> bool:
@@ -193,7 +196,12 @@ class PrefillEngine:
         extra: tuple[Any, ...] = (arriving, deadline) if arriving else ()
         if observed:
             extra = (arriving, deadline, None, None, observed)
-        return self._call("forward_runs", assemble(work, self.block_size), [rows[i] for i in ends], *extra)
+        batch = assemble(work, self.block_size)
+        logits, self.forward_span = self._calls.timed(
+            "forward_runs", batch, [rows[i] for i in ends], *extra, tokens=len(batch.index)
+        )
+        self._calls.note_times()
+        return logits
 
     def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
         """`forward` through the first `layers` layers only: the others' KV stays what it was."""
@@ -238,27 +246,33 @@ class PrefillEngine:
         index = torch.arange(start, stop)
         return torch.tensor(blocks)[index // self.block_size] * self.block_size + index % self.block_size
 
-    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
-        """Store KV [layers, tokens, features] in `slots` [tokens]."""
-        self._call("write_kv", kv, slots)
+    def write_kv(self, kv: Tensor, slots: Tensor) -> DeviceSpan | None:
+        """Store KV [layers, tokens, features] in `slots` [tokens].
 
-    def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
+        Returns: its time on a device, known once a forward or `finish_writes` has ended.
+        """
+        return self._calls.timed("write_kv", kv, slots)[1]
+
+    def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> DeviceSpan | None:
         """Copy the KV of the first `tokens` tokens in blocks `sources` to blocks `targets`.
 
-        Keys are turned by `shift` positions.
+        Keys are turned by `shift` positions. Returns: as `write_kv`.
         """
-        self._call("copy_kv", list(sources), list(targets), tokens, shift)
+        return self._calls.timed("copy_kv", list(sources), list(targets), tokens, shift)[1]
 
-    def place(self, chunks: Sequence[Placement]) -> None:
+    def place(self, chunks: Sequence[Placement]) -> DeviceSpan | None:
         """Relocate, patch and write stored chunks in one launch; only if it `places_on_device`.
 
         Their KV and patches are in host memory; those of objects that live on may stay on the device too.
+
+        Returns: as `write_kv`.
         """
-        self._call("place", chunks)
+        return self._calls.timed("place", chunks)[1]
 
     def finish_writes(self) -> None:
         """Wait until what was written is there for others to read; a forward waits by itself."""
         self._call("finish_writes")
+        self._calls.note_times()
 
     def read_kv(self, blocks: Sequence[int], start: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
         """KV [layers, count, features] of `count` tokens from index `start` of `blocks`' sequence.
@@ -395,24 +409,7 @@ class PrefillEngine:
         return self._call_all(method, *arguments)[0]
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Results of all ranks.
-
-        Raises what the first of those that failed raised, once all have answered.
-
-        TimeoutError: one does not answer, and never will; what it said later would be taken for another call's answer.
-        """
-        with self._calls:
-            if self.silent:
-                raise TimeoutError("a rank of the engine does not answer any more")
-            try:
-                answers = self._llm.collective_rpc("answer", timeout=_ANSWER_SECONDS, args=(method, *arguments))
-            except TimeoutError:
-                self.silent = True
-                raise
-        for answer in answers:
-            if isinstance(answer, Failure):
-                raise answer.error
-        return answers
+        return self._calls.all(method, *arguments)
 
     # -- self-check ---------------------------------------------------------------------------------------------------
 

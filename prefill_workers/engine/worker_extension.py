@@ -8,6 +8,8 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | primitive          | what it does                                                        |
 |--------------------|---------------------------------------------------------------------|
 | `answer`           | calls one of the others: what it gives, or the error that it raised  |
+| `timed`            | calls one of the others, and times it on the device                  |
+| `take_times`       | what timed calls took on the device                                  |
 | `describe`         | shapes, block size, rotary frequencies: plain values                 |
 | `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
 | `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
@@ -30,7 +32,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +57,7 @@ from prefill_workers.engine.batch import Attending, Observing, Rows, RunBatch
 from prefill_workers.engine.compactor import Compactor
 from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, PinnedRing
 from prefill_workers.engine.device_cache import DeviceCache
+from prefill_workers.engine.device_timer import DeviceTimer
 from prefill_workers.engine.device_writer import DeviceWriter
 from prefill_workers.engine.lazy_attention import LazyAttention
 from prefill_workers.engine.pages import Pages, learnt
@@ -101,6 +104,15 @@ class WorkerExtension:
             logger.exception("%s failed on rank %d", method, get_tensor_model_parallel_rank())
             return Failure(portable(error))
 
+    def timed(self, number: int, method: str, *arguments: Any) -> Any:
+        """A method's result; `take_times` will tell under this number what it took on the device."""
+        with self._timer.span(number):
+            return getattr(self, method)(*arguments)
+
+    def take_times(self) -> dict[int, float]:
+        """Seconds of timed calls that have ended on the device since this was last asked, by number."""
+        return self._timer.take()
+
     def describe(self) -> dict[str, Any]:
         """Plain values that fix the model's layout; equal on every rank.
 
@@ -131,6 +143,7 @@ class WorkerExtension:
             "uses_mrope": bool(model.uses_mrope),
             "tells_attention": self._attention.can_tell_attention,
             "not_compactable": self._compactor.refusal,
+            "times_on_device": self._device.type == "cuda",
         }
         if model.use_mla:
             return facts | {"latent": first.kv_lora_rank, "k_pe": first.qk_rope_head_dim}
@@ -551,6 +564,11 @@ class WorkerExtension:
             return [], []
         notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
         return parsed(note for arrived in notes.values() for note in arrived)
+
+    @cached_property
+    def _timer(self) -> DeviceTimer:
+        """Times of calls on a CUDA device."""
+        return DeviceTimer(partial(torch.cuda.Event, enable_timing=True))
 
     @cached_property
     def _attention(self) -> AttentionLayers:

@@ -15,10 +15,14 @@ from kvstore.operator.device_kernel import Placement
 from prefill_workers.engine import worker_extension
 from prefill_workers.engine.batch import assemble
 from prefill_workers.engine.copy_stream import PinnedRing
+from prefill_workers.engine.device_timer import DeviceTimer
 from prefill_workers.engine.pages import Pages
+from prefill_workers.engine.rank_calls import RankCalls
 from prefill_workers.engine.worker_extension import WorkerExtension
+from prefill_workers.link.plan import LinkPlan
+from prefill_workers.protocol import LinkRequest
 from prefill_workers.sequence import Embedded, LinkSequence, Run
-from tests.counting_device import CountingDevice
+from tests.counting_device import CountingDevice, StreamEvent
 
 LAYERS, HIDDEN, SIZE = 3, 8, 16
 
@@ -67,14 +71,27 @@ class Model(nn.Module):
         return hidden
 
 
+class Executor:
+    """vLLM's executor of one rank."""
+
+    def __init__(self, worker: WorkerExtension) -> None:
+        self._worker = worker
+
+    def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        return [getattr(self._worker, method)(*args)]
+
+
 class Writer:
-    """Notes the layers that a forward writes while they come in."""
+    """Notes the layers that are written, and of how many chunks."""
 
     def __init__(self) -> None:
         self.written: list[tuple[int, int]] = []
 
     def write_layer(self, layer: int, chunks: Sequence[Placement]) -> None:
         self.written.append((layer, len(chunks)))
+
+    def write(self, chunks: Sequence[Placement]) -> None:
+        self.written += [(layer, len(chunks)) for layer in range(LAYERS)]
 
 
 class Source:
@@ -115,6 +132,7 @@ def extension(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> Worker
 
     monkeypatch.setattr(worker_extension, "set_forward_context", context)
     monkeypatch.setattr(worker_extension, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(worker_extension, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(WorkerExtension, "_device", torch.device("cpu"))
     worker = WorkerExtension()
     worker.model_runner = SimpleNamespace(vllm_config=config, model=model, get_model=lambda: model)
@@ -146,6 +164,46 @@ def test_a_forward_waits_for_nothing_and_copies_from_page_locked_memory_alone(
     assert logits is not None
     expected = table[[11, 19]] + torch.tensor([[11.0], [19.0]]) + LAYERS
     assert torch.allclose(logits, expected)
+
+
+def test_stages_are_timed_by_the_device_and_nothing_waits_for_that(
+    device: CountingDevice, extension: WorkerExtension
+) -> None:
+    extension._writer = Writer()  # type: ignore[assignment]
+    vars(extension)["_timer"] = DeviceTimer(lambda: StreamEvent(device))
+    calls = RankCalls(Executor(extension), 1)
+    calls.times_on_device = True
+    batch = assemble([(prompt(), [Run(4, 12), Run(15, 20)])], SIZE)
+    plan = LinkPlan(LinkRequest("id", [1]), prompt(), [])
+    with device:
+        _, placed = calls.timed("place", [Placement(torch.zeros(LAYERS, 4, HIDDEN), None, 3, torch.arange(4))])
+        _, forward = calls.timed("forward_runs", batch, [0])
+        calls.note_times()
+    assert device.waits == 0
+    assert placed is not None
+    assert forward is not None
+    assert (placed.seconds, forward.seconds) == (None, None)
+    for event, at in zip(device.recorded, (1.0, 4.0, 4.0, 9.0), strict=True):
+        event.passed, event.at = True, at
+    plan.took("place", 0.5, [placed])
+    calls.note_times()
+    assert (placed.seconds, forward.seconds) == (0.003, 0.005)
+    assert plan.end_stages() == {"place": pytest.approx(503.0)}
+    assert plan.end_stages() == {"place": pytest.approx(503.0)}
+    assert device.waits == 0
+    assert extension.take_times() == {}
+
+
+def test_a_call_that_fails_has_no_time(device: CountingDevice, extension: WorkerExtension) -> None:
+    vars(extension)["_timer"] = DeviceTimer(lambda: StreamEvent(device))
+    calls = RankCalls(Executor(extension), 1)
+    calls.times_on_device = True
+    with pytest.raises(AssertionError):
+        calls.timed("place", [])  # without a writer
+    for event in device.recorded:
+        event.passed = True
+    calls.note_times()
+    assert extension.take_times() == {}
 
 
 def test_layers_that_come_in_are_written_as_the_forward_reaches_them(
