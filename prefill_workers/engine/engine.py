@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams
+from vllm.config import CompilationMode
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from infra.cpu import openmp
+from infra.gpu import uses_gpu
 from infra.nixl_handshake import shake_hands
-from infra.vllm_arguments import hand_off_arguments
+from infra.vllm_arguments import hand_off_arguments, shared_tensors
 from infra.vllm_env import BLOCK_SIZE, NIXL_HOST
 from infra.vllm_plugin import NIXL_PORT
 from kvstore.operator.apply import relocate
@@ -65,12 +67,33 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """vLLM's arguments of a prefill or vision engine."""
     return {
         **spec.arguments(),
-        "enforce_eager": True,  # forwards over runs have no fixed shape to capture
+        **_graphs(spec),
+        **shared_tensors(spec.tensor_parallel_size),
         "max_num_seqs": 2,  # vLLM's own scheduler only serves the self-check
         "max_num_batched_tokens": max(spec.max_batch_tokens, 2048),
         "worker_extension_cls": "prefill_workers.engine.worker_extension.WorkerExtension",
         **(hand_off_arguments() if spec.hand_off else {}),
         **({"mm_encoder_only": True} if spec.encoder_only else {}),
+    }
+
+
+def _graphs(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments that have vLLM capture forwards of these lengths as CUDA graphs between their attentions.
+
+    The kernels are those of eager forwards: what else runs, of longer forwards or while KV comes in, is as fast and
+    rounds as these do.
+    """
+    if not spec.buckets or spec.encoder_only or not uses_gpu():
+        return {"enforce_eager": True}
+    return {
+        "enforce_eager": False,
+        "compilation_config": {
+            "mode": CompilationMode.VLLM_COMPILE,
+            "backend": "eager",
+            "custom_ops": ["all"],
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": list(spec.buckets),
+        },
     }
 
 
@@ -138,6 +161,7 @@ class PrefillEngine:
         self.not_compactable: str | None = facts["not_compactable"]  # why `compact` must not be asked
         self._calls.times_on_device = facts["times_on_device"]
         self._quantum: float = facts["quantum"]
+        self._is_lazy = False
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
         self._notes = ReadNotes(spec.tensor_parallel_size)
@@ -171,6 +195,11 @@ class PrefillEngine:
         """True if the pages hold KV in fewer bits than it is read in."""
         return self._quantum > 0
 
+    @property
+    def _buckets(self) -> Sequence[int]:
+        """Lengths of whole forwards; none while layers share keys, which hooks do, that graphs know nothing of."""
+        return () if self._is_lazy else self.spec.buckets
+
     # -- primitives ---------------------------------------------------------------------------------------------------
 
     def forward(
@@ -197,6 +226,8 @@ class PrefillEngine:
         if observed:
             extra = (arriving, deadline, None, None, observed)
         batch = assemble(work, self.block_size)
+        if ends and not (arriving or observed):
+            batch = batch.padded(self._buckets)
         logits, self.forward_span = self._calls.timed(
             "forward_runs", batch, [rows[i] for i in ends], *extra, tokens=len(batch.index)
         )
@@ -238,6 +269,8 @@ class PrefillEngine:
         """
         shallow = None if first is None else (assemble(first[0], self.block_size), first[1])
         batch = assemble(work, self.block_size)
+        if not arriving and shallow is None:
+            batch = batch.padded(self._buckets)
         rows = range(len(batch.rows.lengths))
         return self._call("forward_runs", batch, rows, arriving, math.inf, None, shallow)
 
@@ -318,6 +351,7 @@ class PrefillEngine:
         if any(layer >= self.layout.layers for block in blocks for layer in block):
             raise UnsupportedEngine(f"lazy_blocks: {list(blocks)} in a model of {self.layout.layers} layers")
         self._call("set_lazy", leaders_of(blocks), shares_all)
+        self._is_lazy = bool(blocks)
 
     def stored_bytes(self, tokens: int) -> int:
         """Bytes that so many tokens' KV takes in the pages of all ranks."""

@@ -59,6 +59,7 @@ from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, Pinne
 from prefill_workers.engine.device_cache import DeviceCache
 from prefill_workers.engine.device_timer import DeviceTimer
 from prefill_workers.engine.device_writer import DeviceWriter
+from prefill_workers.engine.graphs import captured_as, in_static_buffers
 from prefill_workers.engine.lazy_attention import LazyAttention
 from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
@@ -232,8 +233,10 @@ class WorkerExtension:
         """
         runner = self.model_runner
         ends = None if logits else layers or len(self._attention.names)
+        is_hooked = bool(arriving or observed or shallow or self._lazy.leaders)
+        captured = None if is_hooked or ends is not None else captured_as(runner, len(batch.slots))
         with self._writing(arriving, deadline), self._compactor.observing(observed):
-            hidden = self._walk(batch, ends, shallow)
+            hidden = self._walk(batch, ends, shallow, captured=captured)
         scores = None
         if logits:
             (last,) = self._sent(batch.rows.lengths.cumsum(0)[list(logits)] - 1)
@@ -249,10 +252,12 @@ class WorkerExtension:
         ends: int | None,
         shallow: tuple[RunBatch, int] | None = None,
         queries: Callable[[Tensor], object] = lambda _: None,
+        captured: Mapping[str, Any] | None = None,
     ) -> Any:
         """One forward of the model.
 
-        `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end.
+        `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end. `captured`: see `captured_as`; None:
+        it is computed eagerly, so that hooks and what replaces modules' methods are heeded.
         """
         self._consider_others()
         runner, names = self.model_runner, self._attention.names
@@ -264,14 +269,20 @@ class WorkerExtension:
             slots |= dict.fromkeys(names[:depth], self._sent(other.slots)[0])
             described = self._metadata(self._attention.other_builder, other, slots[names[0]])
             metadata |= dict.fromkeys(names[:depth], described)
-        context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
+        context = set_forward_context(
+            metadata,
+            runner.vllm_config,
+            num_tokens=len(batch.slots),
+            slot_mapping=slots,
+            **({"skip_compiled": True} if captured is None else captured),
+        )
         ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
         with self._leaving_nothing(), context, ending, self._lazy.sharing(batch.is_embedding):
+            embeddings = self._embed(batch)
+            if captured is not None:
+                positions, embeddings = in_static_buffers(runner, positions, embeddings)
             return runner.model(
-                input_ids=None,
-                positions=positions,
-                intermediate_tensors=None,
-                inputs_embeds=self._embed(batch),
+                input_ids=None, positions=positions, intermediate_tensors=None, inputs_embeds=embeddings
             )
 
     @contextmanager
@@ -347,7 +358,7 @@ class WorkerExtension:
             query_start_loc_cpu=start,
             seq_lens=ends,
             num_reqs=len(rows.ends),
-            num_actual_tokens=len(batch.slots),
+            num_actual_tokens=len(batch.index),
             max_query_len=int(rows.lengths.max()),
             max_seq_len=int(rows.ends.max()),
             block_table_tensor=tables,

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 
 from kvstore.operator.device_kernel import Placement
 from prefill_workers.engine import worker_extension
@@ -24,7 +26,7 @@ from prefill_workers.protocol import LinkRequest
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from tests.counting_device import CountingDevice, StreamEvent
 
-LAYERS, HIDDEN, SIZE = 3, 8, 16
+LAYERS, HIDDEN, SIZE, CAPTURED = 3, 8, 16, 32
 
 
 class Layer(nn.Module):
@@ -37,7 +39,8 @@ class Layer(nn.Module):
         self.impl = SimpleNamespace(do_kv_cache_update=self.update)
 
     def forward(self, hidden: Tensor, slots: Tensor) -> Tensor:
-        self.kv_cache.view(-1, HIDDEN).index_copy_(0, slots, hidden)
+        kept = torch.where(slots[:, None] >= 0, hidden, torch.zeros_like(hidden))  # else to the null block
+        self.kv_cache.view(-1, HIDDEN).index_copy_(0, slots.clamp_min(0), kept)
         return hidden + 1
 
     @staticmethod
@@ -52,6 +55,9 @@ class Model(nn.Module):
         super().__init__()
         self.table, self.layers = table, nn.ModuleList(layers)
         self.slots: dict[str, Tensor] = {}
+        self.context: dict[str, Any] = {}
+        self.given: tuple[int, int] | None = None  # where positions and embeddings lay
+        self.requires_raw_input_tokens = False
 
     def embed_input_ids(
         self, ids: Tensor, multimodal_embeddings: Sequence[Tensor] = (), is_multimodal: Tensor | None = None
@@ -62,6 +68,7 @@ class Model(nn.Module):
         return found
 
     def forward(self, input_ids: None, positions: Tensor, intermediate_tensors: None, inputs_embeds: Tensor) -> Tensor:
+        self.given = positions.data_ptr(), inputs_embeds.data_ptr()
         hidden = inputs_embeds + positions[:, None]
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, self.slots[f"layers.{index}"])
@@ -121,9 +128,15 @@ def extension(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> Worker
         compilation_config=SimpleNamespace(static_forward_context=dict(zip(names, layers, strict=True))),
     )
 
-    def context(metadata: Any, config: Any, num_tokens: int, slot_mapping: dict[str, Tensor]) -> Any:
-        model.slots = slot_mapping
+    def context(metadata: Any, config: Any, num_tokens: int, slot_mapping: dict[str, Tensor], **options: Any) -> Any:
+        model.slots, model.context = slot_mapping, options
         return nullcontext()
+
+    def dispatch(tokens: int) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """Graphs of 32 tokens were captured."""
+        captured = tokens <= CAPTURED
+        mode = CUDAGraphMode.PIECEWISE if captured else CUDAGraphMode.NONE
+        return mode, BatchDescriptor(CAPTURED if captured else tokens)
 
     def build(_: int, common: Any) -> Any:
         told = (common.query_start_loc, common.seq_lens, common.block_table_tensor, common.positions)
@@ -135,7 +148,16 @@ def extension(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> Worker
     monkeypatch.setattr(worker_extension, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(WorkerExtension, "_device", torch.device("cpu"))
     worker = WorkerExtension()
-    worker.model_runner = SimpleNamespace(vllm_config=config, model=model, get_model=lambda: model)
+    worker.model_runner = SimpleNamespace(
+        vllm_config=config,
+        model=model,
+        get_model=lambda: model,
+        supports_mm_inputs=True,
+        uses_mrope=False,
+        cudagraph_dispatcher=SimpleNamespace(dispatch=dispatch),
+        positions=device.add(torch.zeros(64, dtype=torch.int64)),
+        inputs_embeds=SimpleNamespace(gpu=device.add(torch.zeros(64, HIDDEN))),
+    )
     backend = SimpleNamespace(get_name=lambda: "SOME")
     spec = SimpleNamespace(block_size=SIZE)
     group = SimpleNamespace(layer_names=names, backend=backend, kv_cache_spec=spec)
@@ -164,6 +186,46 @@ def test_a_forward_waits_for_nothing_and_copies_from_page_locked_memory_alone(
     assert logits is not None
     expected = table[[11, 19]] + torch.tensor([[11.0], [19.0]]) + LAYERS
     assert torch.allclose(logits, expected)
+
+
+def test_a_forward_of_a_captured_length_replays_its_graph_over_the_runners_buffers(
+    device: CountingDevice, extension: WorkerExtension
+) -> None:
+    runner = extension.model_runner
+    batch = assemble([(prompt(), [Run(4, 12), Run(15, 20)])], SIZE)
+    padded = batch.padded((64, CAPTURED))
+    assert (len(padded.slots), len(padded.index)) == (CAPTURED, 13)
+    with device:
+        expected = extension.forward_runs(batch, [0, 1])
+        assert runner.model.context == {"skip_compiled": True}
+        stored = [layer.kv_cache.clone() for layer in runner.model.layers]
+        logits = extension.forward_runs(padded, [0, 1])
+        assert (device.pageable, device.waits) == (0, 0)
+        assert logits is not None
+        assert expected is not None
+        assert torch.equal(logits, expected)
+        assert all(map(torch.equal, stored, [layer.kv_cache for layer in runner.model.layers]))
+    assert runner.model.context == {
+        "cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE,
+        "batch_descriptor": BatchDescriptor(CAPTURED),
+    }
+    assert runner.model.given == (runner.positions.data_ptr(), runner.inputs_embeds.gpu.data_ptr())
+
+
+def test_what_hooks_into_layers_is_computed_eagerly(device: CountingDevice, extension: WorkerExtension) -> None:
+    extension._writer = Writer()  # type: ignore[assignment]
+    batch = assemble([(prompt(), [Run(15, 20)])], SIZE).padded((CAPTURED,))
+    with device:
+        extension.forward_runs(batch, [0], [Source()], 1.0)  # type: ignore[list-item]
+        assert extension.model_runner.model.context == {"skip_compiled": True}
+        extension.forward_runs(batch, [0])
+        assert extension.model_runner.model.context != {"skip_compiled": True}
+
+
+def test_a_batch_that_no_bucket_holds_stays_as_it_is() -> None:
+    batch = assemble([(prompt(), [Run(0, 20)])], SIZE)
+    assert batch.padded(()) is batch.padded((19,)) is batch.padded((20, 64)) is batch
+    assert len(batch.padded((64, 21)).token_ids) == 21
 
 
 def test_stages_are_timed_by_the_device_and_nothing_waits_for_that(
