@@ -77,6 +77,33 @@ class RunBatch:
     is_embedding: Tensor  # [p] bool
     embeddings: Tensor | None  # [is_embedding.sum(), hidden]
 
+    def short_first(self, rows: Sequence[int]) -> tuple[RunBatch, list[int]]:
+        """The batch with its rows in order of length, and where these `rows` are then.
+
+        vLLM's MLA backends attend from short rows to latents as they are stored, but only from those before the first
+        long one; every other row up-projects its whole context.
+        """
+        lengths = self.rows.lengths.long()
+        order = lengths.argsort(stable=True)
+        sorted_lengths = lengths[order]
+        starts = lengths.cumsum(0) - lengths
+        shifts = starts[order] - (sorted_lengths.cumsum(0) - sorted_lengths)
+        tokens = torch.arange(len(self.index)) + shifts.repeat_interleave(sorted_lengths)
+        embeddings = self.embeddings
+        if embeddings is not None:
+            places = self.is_embedding.cumsum(0) - 1
+            embeddings = embeddings[places[tokens][self.is_embedding[tokens]]]
+        batch = RunBatch(
+            token_ids=self.token_ids[tokens],
+            positions=self.positions[..., tokens],
+            slots=self.slots[tokens],
+            index=self.index[tokens],
+            rows=Rows(self.rows.lengths[order], self.rows.ends[order], self.rows.block_tables[order]),
+            is_embedding=self.is_embedding[tokens],
+            embeddings=embeddings,
+        )
+        return batch, order.argsort()[list(rows)].tolist()
+
     def padded(self, buckets: Sequence[int]) -> RunBatch:
         """The batch at the least length of these that holds it; as it is where none does.
 

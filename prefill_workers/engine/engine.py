@@ -222,15 +222,16 @@ class PrefillEngine:
             Logits [len(ends), vocabulary] fp32 of the last tokens computed of these; None if there are none.
         """
         rows = [row - 1 for row in accumulate(len(runs) for _, runs in work)]
+        last = [rows[i] for i in ends]
         extra: tuple[Any, ...] = (arriving, deadline) if arriving else ()
         if observed:
             extra = (arriving, deadline, None, None, observed)
         batch = assemble(work, self.block_size)
+        if self._calls.times_on_device and self.layout.family == "mla" and not observed:
+            batch, last = batch.short_first(last)
         if ends and not (arriving or observed):
             batch = batch.padded(self._buckets)
-        logits, self.forward_span = self._calls.timed(
-            "forward_runs", batch, [rows[i] for i in ends], *extra, tokens=len(batch.index)
-        )
+        logits, self.forward_span = self._calls.timed("forward_runs", batch, last, *extra, tokens=len(batch.index))
         self._calls.note_times()
         return logits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,6 +221,28 @@ def test_what_hooks_into_layers_is_computed_eagerly(device: CountingDevice, exte
         assert extension.model_runner.model.context == {"skip_compiled": True}
         extension.forward_runs(batch, [0])
         assert extension.model_runner.model.context != {"skip_compiled": True}
+
+
+def test_rows_in_order_of_length_give_the_same_logits_and_kv(
+    device: CountingDevice, extension: WorkerExtension
+) -> None:
+    other = replace(prompt(), token_ids=torch.arange(30, 50).int(), blocks=[3])
+    other.embedded = (Embedded(1, torch.arange(8.0 * HIDDEN).view(8, HIDDEN), torch.ones(8, dtype=torch.bool)),)
+    batch = assemble([(prompt(), [Run(0, 9), Run(15, 20)]), (other, [Run(0, 2), Run(4, 11), Run(11, 12)])], SIZE)
+    ordered, last = batch.short_first([1, 4])
+    assert ordered.rows.lengths.tolist() == [1, 2, 5, 7, 9]
+    assert last == [2, 0]
+    with device:
+        expected = extension.forward_runs(batch, [1, 4])
+        stored = [layer.kv_cache.clone() for layer in extension.model_runner.model.layers]
+        for layer in extension.model_runner.model.layers:
+            layer.kv_cache.zero_()
+        logits = extension.forward_runs(ordered, last)
+    assert expected is not None
+    assert logits is not None
+    assert torch.equal(logits, expected)
+    assert all(map(torch.equal, stored, [layer.kv_cache for layer in extension.model_runner.model.layers]))
+    assert torch.equal(ordered.rows.ends[last], batch.rows.ends[[1, 4]])
 
 
 def test_a_batch_that_no_bucket_holds_stays_as_it_is() -> None:
