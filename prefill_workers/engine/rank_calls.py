@@ -86,7 +86,8 @@ class RankCalls:
         """Fill in the spans of calls that the device has finished; after one that has waited for it."""
         if self._spans:
             for number, seconds in self.one("take_times").items():
-                self._spans.pop(number).seconds = seconds
+                if (span := self._spans.pop(number, None)) is not None:  # else another rank failed in that call
+                    span.seconds = seconds
 
     def _patience(self, tokens: int) -> float:
         expected = self._pace.seconds(_FORWARD, tokens) if tokens else None

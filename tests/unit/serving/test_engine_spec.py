@@ -82,6 +82,7 @@ def test_the_front_end_takes_what_prompts_are_read_by(setting: str, monkeypatch:
 
 def test_every_field_of_a_specification_reaches_vllm(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("infra.vllm_arguments.uses_gpu", lambda: True)  # where pools are told by argument
+    monkeypatch.setattr("prefill_workers.engine.engine.uses_gpu", lambda: True)  # and forwards are captured
     other = {
         "model": "other", "dtype": "float32", "load_format": "dummy", "max_model_len": 512, "block_size": 32,
         "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "kv_cache_gib": 3, "trust_remote_code": True,
