@@ -69,9 +69,9 @@ def hand_off_arguments() -> dict[str, Any]:
 
 
 def shared_tensors(ranks: int) -> dict[str, bool]:
-    """Arguments by which ranks read large tensors of calls in shared memory, not each in a copy of the message.
+    """Arguments by which several ranks read large tensors of calls in shared memory.
 
-    {} for one rank, and where `/dev/shm` has no room for it: vLLM would not start.
+    Else each gets a copy in its message. {} for one rank, and where `/dev/shm` has no room: vLLM would not start.
     """
     if ranks == 1:
         return {}

@@ -140,7 +140,7 @@ class OrbitServeConfig(Settings):
         return self.composing.weigh_by
 
     @property
-    def forms_in_prefill(self) -> bool:
+    def is_forming_in_prefill(self) -> bool:
         """True if patches form in the prefill workers, on the GPU of each.
 
         Not where `patch.num_gpus` says where else, ranks split the KV, or one process has to pool all into a basis.

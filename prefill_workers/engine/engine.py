@@ -186,7 +186,7 @@ class PrefillEngine:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         """True once a rank does not answer any more, for good."""
         return self._calls.silent
 

@@ -1,4 +1,4 @@
-"""CUDA graphs that vLLM captured of forwards, replayed for a batch of runs of the same padded length.
+"""CUDA graphs that vLLM captured of forwards, replayed for batches of as many tokens.
 
 vLLM captures what lies between attentions (PIECEWISE), over buffers of its model runner. A replay runs none of the
 model's Python: hooks are not called, and methods that were replaced are not seen.
@@ -15,7 +15,7 @@ from vllm.config import CUDAGraphMode
 
 
 def captured_as(runner: Any, tokens: int) -> dict[str, Any] | None:
-    """Arguments of a forward's context that replay the graph of so many tokens; None: none was captured.
+    """Arguments of a forward's context that replay the graph of so many tokens; None: none.
 
     Of a model without images vLLM captures token ids as its input, where we give embeddings.
     """

@@ -1,4 +1,4 @@
-"""Calls of a method on all tensor-parallel ranks of an engine: their answers, errors, time-outs and device times."""
+"""Calls on all tensor-parallel ranks of an engine: answers, errors, time-outs, times."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class RankCalls:
         return self.all(method, *arguments, tokens=tokens)[0]
 
     def timed(self, method: str, *arguments: Any, tokens: int = 0) -> tuple[Any, DeviceSpan | None]:
-        """Result of the first rank, and the call's time on the device, which `note_times` will fill in.
+        """Result of the first rank, and the call's time on the device.
 
-        No span on a CPU, where calls end when they have been computed.
+        `note_times` will fill it in. None on a CPU, where calls end when they have been computed.
         """
         if not self.times_on_device:
             return self.one(method, *arguments, tokens=tokens), None

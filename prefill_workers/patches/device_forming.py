@@ -1,4 +1,7 @@
-"""Forming of patches in a prefill worker's process, on its GPU: no deficit leaves the process."""
+"""Forming of patches in a prefill worker's process, on its GPU.
+
+No deficit leaves the process.
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class PrefillWorker:
             sessions=settings.sessions,
         )
         self._linker, self._sessions = linker, linker.sessions.store
-        if config.forms_in_prefill:
+        if config.is_forming_in_prefill:
             forming = DeviceForming(PatchCompiler(self._library, form, device="cuda"))
             self._forming = linker.forgets.group().register(forming)
         self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)
@@ -344,7 +344,7 @@ class PrefillWorker:
         """
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
-        if self._engine.silent:
+        if self._engine.is_silent:
             raise RuntimeError("a rank of the engine does not answer any more")
         if self._loop.failing >= MOST_FAILURES:
             raise RuntimeError(f"the engine failed {self._loop.failing} times in a row")

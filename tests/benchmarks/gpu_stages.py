@@ -292,7 +292,7 @@ def forming() -> None:
 
 
 def beside_products(body: Callable[[], object]) -> tuple[float, float]:
-    """Milliseconds of products as a 7B layer has them, alone and beside `body` on another thread and stream."""
+    """Milliseconds of a 7B model's products, alone and beside `body` on another thread."""
     import threading
 
     import torch

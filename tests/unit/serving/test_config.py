@@ -343,7 +343,7 @@ def test_patches_form_on_the_gpu_of_a_prefill_worker_that_holds_whole_kv_unless_
     monkeypatch: pytest.MonkeyPatch, cpu: bool, settings: dict[str, Any], there: bool
 ):
     monkeypatch.setattr("serving.config.is_cpu_build", lambda: cpu)
-    assert OrbitServeConfig.model_validate({"model": {"path": "x"}, **settings}).forms_in_prefill is there
+    assert OrbitServeConfig.model_validate({"model": {"path": "x"}, **settings}).is_forming_in_prefill is there
 
 
 def test_a_section_that_is_none_is_named(tmp_path: Path):
