@@ -37,11 +37,14 @@ from decode_workers.admission import Admission
 from decode_workers.spec import DecodeSpec
 from infra.gpu import uses_gpu
 from infra.kv_window import held_tokens, window_of
+from infra.pace import Pace
 from infra.vllm_arguments import hand_off_arguments
 from infra.vllm_env import BLOCK_SIZE
 
 _PULL_SECONDS = 10.0  # for pulls to begin, and for small ones to end
-_PULLED_A_SECOND = 1000  # tokens, at the least: of the largest models a third of a GB
+_PULLED_A_SECOND = 1000  # tokens, until a prefill worker's pace is known: of the largest models a third of a GB
+_PULL_MARGIN = 10.0  # times what a pull is expected to take, until it has ended
+_TELLING_TOKENS = 512.0  # shorter prompts' pulls take what a step and a notification take
 _LOOK_SECONDS = 2.0  # between looks whether it has ended
 
 
@@ -98,6 +101,7 @@ class DecodeEngine:
         self.max_model_len = min(self._engine.model_config.max_model_len, self.admission.longest)
         self.progressed = time.monotonic()  # when the engine last gave an output
         self._canaries = count()
+        self._pulls = Pace(_TELLING_TOKENS)  # tokens, by prefill engine: all tokens of a model have as many bytes of KV
 
     async def generate(
         self,
@@ -137,14 +141,16 @@ class DecodeEngine:
             async with self.admission.admit(held, params.n or 1) as room:
                 admitted = True
                 if transfer is not None:  # a request may be aborted while its KV is pulled: vLLM holds the blocks
-                    room.until = partial(self._pulls_ended, len(token_ids) * (params.n or 1))
-                prompt, pulled = TokensPrompt(prompt_token_ids=token_ids), set[int]()
+                    room.until = partial(self._pulls_ended, _source(transfer), len(token_ids) * (params.n or 1))
+                prompt, pulled, began = TokensPrompt(prompt_token_ids=token_ids), set[int](), time.monotonic()
                 answer: RequestOutput | None = None
                 try:
                     async for output in self._engine.generate(prompt, params, request_id, **options):
                         self.progressed = time.monotonic()
                         pulled.update(choice.index for choice in output.outputs)
-                        if len(pulled) >= (params.n or 1):
+                        if transfer is not None and room.until is not None and len(pulled) >= (params.n or 1):
+                            tokens, seconds = len(token_ids) * len(pulled), time.monotonic() - began
+                            self._pulls.learn(_source(transfer), tokens, seconds)
                             room.until = None
                         if not whole:
                             yield output
@@ -161,14 +167,17 @@ class DecodeEngine:
             if transfer is not None and not admitted:
                 await self.abandon(transfer, params.n or 1)
 
-    async def _pulls_ended(self, tokens: int) -> None:
+    async def _pulls_ended(self, source: str, tokens: int) -> None:
         """Wait until vLLM holds no blocks for abandoned pulls of so many tokens.
 
         They may have just begun.
 
-        That is until it holds none at all, or so long that every pull has ended.
+        That is until it holds none at all, or so long that every pull has ended, by the pace of those from the same
+        source.
         """
-        until = time.monotonic() + _PULL_SECONDS + tokens / _PULLED_A_SECOND
+        expected = self._pulls.seconds(source, tokens)
+        longest = tokens / _PULLED_A_SECOND if expected is None else _PULL_MARGIN * expected
+        until = time.monotonic() + _PULL_SECONDS + longest
         while time.monotonic() < until:
             await asyncio.sleep(_LOOK_SECONDS)
             with suppress(EngineDeadError):
@@ -254,6 +263,11 @@ def _joined(answer: RequestOutput | None, more: RequestOutput) -> RequestOutput:
     answer.add(more, aggregate=True)
     answer.outputs.sort(key=attrgetter("index"))
     return answer
+
+
+def _source(transfer: Mapping[str, Any]) -> str:
+    """The prefill engine that a transfer comes from."""
+    return str(transfer["remote_engine_id"])
 
 
 def _check(tokens: int, transfer: Mapping[str, Any]) -> None:

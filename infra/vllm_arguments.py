@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
 from infra.gpu import BLOCK_SIZE, uses_gpu
+
+logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY = "/dev/shm"
+_ARENA_BYTES = (2 << 30) + (256 << 20)  # of vLLM's arena of tensors, eight of up to 256 MiB, and its message queues
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,23 @@ def hand_off_arguments() -> dict[str, Any]:
     device = "cuda" if uses_gpu() else "cpu"
     connector = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device=device)
     return {"kv_transfer_config": connector}
+
+
+def shared_tensors(ranks: int) -> dict[str, bool]:
+    """Arguments by which several ranks read large tensors of calls in shared memory.
+
+    Else each gets a copy in its message. {} for one rank, and where `/dev/shm` has no room: vLLM would not start.
+    """
+    if ranks == 1:
+        return {}
+    if shutil.disk_usage(_SHARED_MEMORY).free < _ARENA_BYTES:
+        logger.warning(
+            "%s has less than %d MiB free: KV of links is copied to each rank; in containers set --shm-size",
+            _SHARED_MEMORY,
+            _ARENA_BYTES >> 20,
+        )
+        return {}
+    return {"enable_shm_tensor_arena": True}
 
 
 def kv_pool(kv_cache_gib: float | None) -> dict[str, int]:

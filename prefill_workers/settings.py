@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from infra.gpu import BUCKETS
+from infra.vllm_env import is_cpu_build
 from kvstore.settings import FactorType
 from prefill_workers.modes import EXACT_POINTS, FreeText, OperatingPoint, composed_antecedents
 
@@ -149,6 +152,11 @@ class PrefillSettings(BaseModel):
         None, description="Tokens per KV block, the same on decode workers. None: vLLM's choice for the platform."
     )
     max_batch_tokens: int = Field(4096, ge=64, description="Tokens of one forward; longer runs go on in the next one.")
+    buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default_factory=lambda: () if is_cpu_build() else BUCKETS,
+        description="Lengths in tokens to which forwards that end prompts are padded. On a GPU they are captured as "
+        f"CUDA graphs at start; longer ones are computed eagerly. None by default on CPUs, else {list(BUCKETS)}.",
+    )
     max_queue: int = Field(256, ge=1, description="Links that may wait; further ones are answered 429.")
     loaded_bytes: int = Field(
         8 << 30,

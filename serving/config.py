@@ -21,6 +21,7 @@ from pydantic_core import to_jsonable_python
 from autoscale.settings import AutoscaleSettings
 from infra.models import resolve
 from infra.models.errors import ModelUnavailable
+from infra.vllm_env import is_cpu_build
 from kvstore.settings import FileSettings, LibrarySettings
 from prefill_workers.model_card import BadModelCard, ModelCard, composition_for
 from prefill_workers.settings import Weighing
@@ -137,6 +138,16 @@ class OrbitServeConfig(Settings):
     def weigh_by(self) -> Weighing:
         """Source of the weights of pair patches in a sum; see `composing`."""
         return self.composing.weigh_by
+
+    @property
+    def is_forming_in_prefill(self) -> bool:
+        """True if patches form in the prefill workers, on the GPU of each.
+
+        Not where `patch.num_gpus` says where else, ranks split the KV, or one process has to pool all into a basis.
+        """
+        patch = self.patch
+        elsewhere = patch.num_gpus is not None or patch.pool_basis or patch.basis is not None
+        return not (is_cpu_build() or elsewhere or self.prefill.tensor_parallel_size > 1)
 
     @property
     def sums_up_to(self) -> int:

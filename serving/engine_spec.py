@@ -51,6 +51,7 @@ def prefill_spec(config: OrbitServeConfig, *, hand_off: bool = True) -> EngineSp
         gpu_memory_utilization=settings.gpu_memory_utilization,
         hand_off=hand_off,
         device_bytes=config.library.device_bytes,
+        buckets=tuple(sorted(length for length in settings.buckets if length <= settings.max_batch_tokens)),
     )
 
 

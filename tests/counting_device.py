@@ -24,11 +24,13 @@ class CountingDevice(TorchDispatchMode):
         pageable: operations between device and other host memory: copies that stop the host in stream order.
         waits: times that the host waited for the device.
         copies: of the stream.
+        recorded: timed events, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.pageable = self.waits = self.copies = 0
+        self.recorded: list[StreamEvent] = []
         self.stream = _Stream(self)
         self._device: dict[int, Tensor] = {}  # kept, so that no other tensor gets their memory
         self._pinned: set[int] = set()
@@ -61,6 +63,25 @@ class CountingDevice(TorchDispatchMode):
                 if isinstance(leaf, Tensor) and leaf.numel() and len(there) == len(given):
                     self.add(leaf)
         return result
+
+
+@dataclass(eq=False)
+class StreamEvent:
+    """A timed event of the forward's stream, which has no queue here: it is passed when the test says so."""
+
+    device: CountingDevice
+    passed: bool = False
+    at: float = 0.0  # milliseconds
+
+    def record(self) -> None:
+        self.device.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, end_event: StreamEvent) -> float:
+        self.device.waits += not (self.passed and end_event.passed)
+        return end_event.at - self.at
 
 
 @dataclass

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from prefill_workers.sequence import LinkSequence, Run
 
 _TABLE_TOKENS = 128  # block tables are of a multiple of so many, as in vLLM: some backends take no others
+_NO_SLOT = -1  # which vLLM's kernels write nothing to
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,61 @@ class Observing:
 
 @dataclass(frozen=True)
 class RunBatch:
-    """One forward: the tokens of all runs, concatenated. `t` tokens; a row is a run."""
+    """One forward: the tokens of all runs, concatenated. `t` tokens; a row is a run.
 
-    token_ids: Tensor  # [t] int32
-    positions: Tensor  # [t] or [3, t] int64
-    slots: Tensor  # [t] int64, where each token's KV goes
+    With padding the model runs over `p` >= `t` tokens; else p = t.
+    """
+
+    token_ids: Tensor  # [p] int32
+    positions: Tensor  # [p] or [3, p] int64
+    slots: Tensor  # [p] int64, where each token's KV goes
     index: Tensor  # [t] int64, index of each token in its own sequence
     rows: Rows
-    is_embedding: Tensor  # [t] bool
+    is_embedding: Tensor  # [p] bool
     embeddings: Tensor | None  # [is_embedding.sum(), hidden]
+
+    def short_first(self, rows: Sequence[int]) -> tuple[RunBatch, list[int]]:
+        """The batch with its rows in order of length, and where these `rows` are then.
+
+        vLLM's MLA backends attend from short rows to latents as they are stored, but only from those before the first
+        long one; every other row up-projects its whole context.
+        """
+        lengths = self.rows.lengths.long()
+        order = lengths.argsort(stable=True)
+        sorted_lengths = lengths[order]
+        starts = lengths.cumsum(0) - lengths
+        shifts = starts[order] - (sorted_lengths.cumsum(0) - sorted_lengths)
+        tokens = torch.arange(len(self.index)) + shifts.repeat_interleave(sorted_lengths)
+        embeddings = self.embeddings
+        if embeddings is not None:
+            places = self.is_embedding.cumsum(0) - 1
+            embeddings = embeddings[places[tokens][self.is_embedding[tokens]]]
+        batch = RunBatch(
+            token_ids=self.token_ids[tokens],
+            positions=self.positions[..., tokens],
+            slots=self.slots[tokens],
+            index=self.index[tokens],
+            rows=Rows(self.rows.lengths[order], self.rows.ends[order], self.rows.block_tables[order]),
+            is_embedding=self.is_embedding[tokens],
+            embeddings=embeddings,
+        )
+        return batch, order.argsort()[list(rows)].tolist()
+
+    def padded(self, buckets: Sequence[int]) -> RunBatch:
+        """The batch at the least length of these that holds it; as it is where none does.
+
+        Tokens of padding have no slot and no row: nothing is written of them, and they attend to nothing.
+        """
+        spare = min((length for length in buckets if length >= len(self.slots)), default=0) - len(self.slots)
+        if spare <= 0:
+            return self
+        return replace(
+            self,
+            token_ids=pad(self.token_ids, (0, spare)),
+            positions=pad(self.positions, (0, spare)),
+            slots=pad(self.slots, (0, spare), value=_NO_SLOT),
+            is_embedding=pad(self.is_embedding, (0, spare)),
+        )
 
 
 def assemble(work: Sequence[tuple[LinkSequence, Sequence[Run]]], block_size: int) -> RunBatch:

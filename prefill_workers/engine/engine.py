@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams
+from vllm.config import CompilationMode
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from infra.cpu import openmp
+from infra.gpu import uses_gpu
 from infra.nixl_handshake import shake_hands
-from infra.vllm_arguments import hand_off_arguments
+from infra.vllm_arguments import hand_off_arguments, shared_tensors
 from infra.vllm_env import BLOCK_SIZE, NIXL_HOST
 from infra.vllm_plugin import NIXL_PORT
 from kvstore.operator.apply import relocate
@@ -35,10 +35,11 @@ from kvstore.records.keys import embedding_key
 from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.attention_layers import UnsupportedEngine
 from prefill_workers.engine.batch import Attending, Observing, assemble
+from prefill_workers.engine.device_timer import DeviceSpan
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
 from prefill_workers.engine.lazy_attention import leaders_of
-from prefill_workers.engine.rank_errors import Failure
+from prefill_workers.engine.rank_calls import RankCalls
 from prefill_workers.engine.spec import EngineSpec
 from prefill_workers.engine.transfer_notes import ReadNotes
 from prefill_workers.engine.worker_extension import LayerSource
@@ -47,7 +48,6 @@ from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
 
-_ANSWER_SECONDS = 600.0  # longer than any forward takes: a rank that is silent so long waits for one that failed
 _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: four patches of 14 x 14, as most have
 
 
@@ -67,12 +67,33 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """vLLM's arguments of a prefill or vision engine."""
     return {
         **spec.arguments(),
-        "enforce_eager": True,  # forwards over runs have no fixed shape to capture
+        **_graphs(spec),
+        **shared_tensors(spec.tensor_parallel_size),
         "max_num_seqs": 2,  # vLLM's own scheduler only serves the self-check
         "max_num_batched_tokens": max(spec.max_batch_tokens, 2048),
         "worker_extension_cls": "prefill_workers.engine.worker_extension.WorkerExtension",
         **(hand_off_arguments() if spec.hand_off else {}),
         **({"mm_encoder_only": True} if spec.encoder_only else {}),
+    }
+
+
+def _graphs(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments that have vLLM capture forwards of these lengths as CUDA graphs between their attentions.
+
+    The kernels are those of eager forwards: what else runs, of longer forwards or while KV comes in, is as fast and
+    rounds as these do.
+    """
+    if not spec.buckets or spec.encoder_only or not uses_gpu():
+        return {"enforce_eager": True}
+    return {
+        "enforce_eager": False,
+        "compilation_config": {
+            "mode": CompilationMode.VLLM_COMPILE,
+            "backend": "eager",
+            "custom_ops": ["all"],
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": list(spec.buckets),
+        },
     }
 
 
@@ -123,9 +144,8 @@ class PrefillEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._llm = LLM(**engine_arguments(spec))
-        # vLLM's executor of several ranks matches answers to calls by their order; requests are planned on many threads
-        self._calls = threading.Lock() if spec.tensor_parallel_size > 1 else nullcontext()
-        self.silent = False  # for good: a rank does not answer
+        self._calls = RankCalls(self._llm, spec.tensor_parallel_size)
+        self.forward_span: DeviceSpan | None = None  # of the latest forward; None: on a CPU, whose clock tells
         config = self._llm.llm_engine.vllm_config
         self.config = config
         self.max_model_len: int = config.model_config.max_model_len
@@ -139,7 +159,9 @@ class PrefillEngine:
         self.uses_mrope: bool = facts["uses_mrope"]
         self.tells_attention: bool = facts["tells_attention"]  # whether `attend_first` can be asked
         self.not_compactable: str | None = facts["not_compactable"]  # why `compact` must not be asked
+        self._calls.times_on_device = facts["times_on_device"]
         self._quantum: float = facts["quantum"]
+        self._is_lazy = False
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
         self._notes = ReadNotes(spec.tensor_parallel_size)
@@ -164,9 +186,19 @@ class PrefillEngine:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def is_silent(self) -> bool:
+        """True once a rank does not answer any more, for good."""
+        return self._calls.silent
+
+    @property
     def has_quantised_kv(self) -> bool:
         """True if the pages hold KV in fewer bits than it is read in."""
         return self._quantum > 0
+
+    @property
+    def _buckets(self) -> Sequence[int]:
+        """Lengths of whole forwards; none while layers share keys, which hooks do, that graphs know nothing of."""
+        return () if self._is_lazy else self.spec.buckets
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
@@ -190,10 +222,18 @@ class PrefillEngine:
             Logits [len(ends), vocabulary] fp32 of the last tokens computed of these; None if there are none.
         """
         rows = [row - 1 for row in accumulate(len(runs) for _, runs in work)]
+        last = [rows[i] for i in ends]
         extra: tuple[Any, ...] = (arriving, deadline) if arriving else ()
         if observed:
             extra = (arriving, deadline, None, None, observed)
-        return self._call("forward_runs", assemble(work, self.block_size), [rows[i] for i in ends], *extra)
+        batch = assemble(work, self.block_size)
+        if self._calls.times_on_device and self.layout.family == "mla" and not observed:
+            batch, last = batch.short_first(last)
+        if ends and not (arriving or observed):
+            batch = batch.padded(self._buckets)
+        logits, self.forward_span = self._calls.timed("forward_runs", batch, last, *extra, tokens=len(batch.index))
+        self._calls.note_times()
+        return logits
 
     def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
         """`forward` through the first `layers` layers only: the others' KV stays what it was."""
@@ -230,6 +270,8 @@ class PrefillEngine:
         """
         shallow = None if first is None else (assemble(first[0], self.block_size), first[1])
         batch = assemble(work, self.block_size)
+        if not arriving and shallow is None:
+            batch = batch.padded(self._buckets)
         rows = range(len(batch.rows.lengths))
         return self._call("forward_runs", batch, rows, arriving, math.inf, None, shallow)
 
@@ -238,27 +280,33 @@ class PrefillEngine:
         index = torch.arange(start, stop)
         return torch.tensor(blocks)[index // self.block_size] * self.block_size + index % self.block_size
 
-    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
-        """Store KV [layers, tokens, features] in `slots` [tokens]."""
-        self._call("write_kv", kv, slots)
+    def write_kv(self, kv: Tensor, slots: Tensor) -> DeviceSpan | None:
+        """Store KV [layers, tokens, features] in `slots` [tokens].
 
-    def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
+        Returns: its time on a device, known once a forward or `finish_writes` has ended.
+        """
+        return self._calls.timed("write_kv", kv, slots)[1]
+
+    def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> DeviceSpan | None:
         """Copy the KV of the first `tokens` tokens in blocks `sources` to blocks `targets`.
 
-        Keys are turned by `shift` positions.
+        Keys are turned by `shift` positions. Returns: as `write_kv`.
         """
-        self._call("copy_kv", list(sources), list(targets), tokens, shift)
+        return self._calls.timed("copy_kv", list(sources), list(targets), tokens, shift)[1]
 
-    def place(self, chunks: Sequence[Placement]) -> None:
+    def place(self, chunks: Sequence[Placement]) -> DeviceSpan | None:
         """Relocate, patch and write stored chunks in one launch; only if it `places_on_device`.
 
         Their KV and patches are in host memory; those of objects that live on may stay on the device too.
+
+        Returns: as `write_kv`.
         """
-        self._call("place", chunks)
+        return self._calls.timed("place", chunks)[1]
 
     def finish_writes(self) -> None:
         """Wait until what was written is there for others to read; a forward waits by itself."""
         self._call("finish_writes")
+        self._calls.note_times()
 
     def read_kv(self, blocks: Sequence[int], start: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
         """KV [layers, count, features] of `count` tokens from index `start` of `blocks`' sequence.
@@ -304,6 +352,7 @@ class PrefillEngine:
         if any(layer >= self.layout.layers for block in blocks for layer in block):
             raise UnsupportedEngine(f"lazy_blocks: {list(blocks)} in a model of {self.layout.layers} layers")
         self._call("set_lazy", leaders_of(blocks), shares_all)
+        self._is_lazy = bool(blocks)
 
     def stored_bytes(self, tokens: int) -> int:
         """Bytes that so many tokens' KV takes in the pages of all ranks."""
@@ -395,24 +444,7 @@ class PrefillEngine:
         return self._call_all(method, *arguments)[0]
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Results of all ranks.
-
-        Raises what the first of those that failed raised, once all have answered.
-
-        TimeoutError: one does not answer, and never will; what it said later would be taken for another call's answer.
-        """
-        with self._calls:
-            if self.silent:
-                raise TimeoutError("a rank of the engine does not answer any more")
-            try:
-                answers = self._llm.collective_rpc("answer", timeout=_ANSWER_SECONDS, args=(method, *arguments))
-            except TimeoutError:
-                self.silent = True
-                raise
-        for answer in answers:
-            if isinstance(answer, Failure):
-                raise answer.error
-        return answers
+        return self._calls.all(method, *arguments)
 
     # -- self-check ---------------------------------------------------------------------------------------------------
 

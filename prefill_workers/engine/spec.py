@@ -15,9 +15,11 @@ class EngineSpec(ModelEngineSpec):
         max_batch_tokens: tokens of one forward at most.
         hand_off: True: decode engines pull KV from it.
         device_bytes: GPU memory for copies of stored chunks, on each rank.
+        buckets: lengths, in tokens, to which forwards are padded, and on a GPU captured as graphs.
     """
 
     max_batch_tokens: int = 4096
     hand_off: bool = True
     encoder_only: bool = False
     device_bytes: int = 0
+    buckets: tuple[int, ...] = ()

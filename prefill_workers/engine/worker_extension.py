@@ -8,6 +8,8 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | primitive          | what it does                                                        |
 |--------------------|---------------------------------------------------------------------|
 | `answer`           | calls one of the others: what it gives, or the error that it raised  |
+| `timed`            | calls one of the others, and times it on the device                  |
+| `take_times`       | what timed calls took on the device                                  |
 | `describe`         | shapes, block size, rotary frequencies: plain values                 |
 | `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
 | `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
@@ -30,7 +32,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +57,9 @@ from prefill_workers.engine.batch import Attending, Observing, Rows, RunBatch
 from prefill_workers.engine.compactor import Compactor
 from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, PinnedRing
 from prefill_workers.engine.device_cache import DeviceCache
+from prefill_workers.engine.device_timer import DeviceTimer
 from prefill_workers.engine.device_writer import DeviceWriter
+from prefill_workers.engine.graphs import captured_as, in_static_buffers
 from prefill_workers.engine.lazy_attention import LazyAttention
 from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
@@ -101,6 +105,15 @@ class WorkerExtension:
             logger.exception("%s failed on rank %d", method, get_tensor_model_parallel_rank())
             return Failure(portable(error))
 
+    def timed(self, number: int, method: str, *arguments: Any) -> Any:
+        """A method's result; `take_times` will tell under this number what it took on the device."""
+        with self._timer.span(number):
+            return getattr(self, method)(*arguments)
+
+    def take_times(self) -> dict[int, float]:
+        """Seconds of timed calls that have ended on the device since this was last asked, by number."""
+        return self._timer.take()
+
     def describe(self) -> dict[str, Any]:
         """Plain values that fix the model's layout; equal on every rank.
 
@@ -131,6 +144,7 @@ class WorkerExtension:
             "uses_mrope": bool(model.uses_mrope),
             "tells_attention": self._attention.can_tell_attention,
             "not_compactable": self._compactor.refusal,
+            "times_on_device": self._device.type == "cuda",
         }
         if model.use_mla:
             return facts | {"latent": first.kv_lora_rank, "k_pe": first.qk_rope_head_dim}
@@ -219,8 +233,10 @@ class WorkerExtension:
         """
         runner = self.model_runner
         ends = None if logits else layers or len(self._attention.names)
+        is_hooked = bool(arriving or observed or shallow or self._lazy.leaders)
+        captured = None if is_hooked or ends is not None else captured_as(runner, len(batch.slots))
         with self._writing(arriving, deadline), self._compactor.observing(observed):
-            hidden = self._walk(batch, ends, shallow)
+            hidden = self._walk(batch, ends, shallow, captured=captured)
         scores = None
         if logits:
             (last,) = self._sent(batch.rows.lengths.cumsum(0)[list(logits)] - 1)
@@ -236,10 +252,12 @@ class WorkerExtension:
         ends: int | None,
         shallow: tuple[RunBatch, int] | None = None,
         queries: Callable[[Tensor], object] = lambda _: None,
+        captured: Mapping[str, Any] | None = None,
     ) -> Any:
         """One forward of the model.
 
-        `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end.
+        `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end. `captured`: see `captured_as`; None:
+        it is computed eagerly, so that hooks and what replaces modules' methods are heeded.
         """
         self._consider_others()
         runner, names = self.model_runner, self._attention.names
@@ -251,14 +269,20 @@ class WorkerExtension:
             slots |= dict.fromkeys(names[:depth], self._sent(other.slots)[0])
             described = self._metadata(self._attention.other_builder, other, slots[names[0]])
             metadata |= dict.fromkeys(names[:depth], described)
-        context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
+        context = set_forward_context(
+            metadata,
+            runner.vllm_config,
+            num_tokens=len(batch.slots),
+            slot_mapping=slots,
+            **({"skip_compiled": True} if captured is None else captured),
+        )
         ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
         with self._leaving_nothing(), context, ending, self._lazy.sharing(batch.is_embedding):
+            embeddings = self._embed(batch)
+            if captured is not None:
+                positions, embeddings = in_static_buffers(runner, positions, embeddings)
             return runner.model(
-                input_ids=None,
-                positions=positions,
-                intermediate_tensors=None,
-                inputs_embeds=self._embed(batch),
+                input_ids=None, positions=positions, intermediate_tensors=None, inputs_embeds=embeddings
             )
 
     @contextmanager
@@ -334,7 +358,7 @@ class WorkerExtension:
             query_start_loc_cpu=start,
             seq_lens=ends,
             num_reqs=len(rows.ends),
-            num_actual_tokens=len(batch.slots),
+            num_actual_tokens=len(batch.index),
             max_query_len=int(rows.lengths.max()),
             max_seq_len=int(rows.ends.max()),
             block_table_tensor=tables,
@@ -551,6 +575,11 @@ class WorkerExtension:
             return [], []
         notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
         return parsed(note for arrived in notes.values() for note in arrived)
+
+    @cached_property
+    def _timer(self) -> DeviceTimer:
+        """Times of calls on a CUDA device."""
+        return DeviceTimer(partial(torch.cuda.Event, enable_timing=True))
 
     @cached_property
     def _attention(self) -> AttentionLayers:

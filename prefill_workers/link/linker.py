@@ -351,10 +351,9 @@ class Linker:
                 missing.append(i)
         if missing:
             raise PixelsNeeded(missing)
-        write_chunks(self.engine, plan.sequence.blocks, placed)
         if ended:
             plan.embed()
-            plan.took("place", time.perf_counter() - began)
+            self._write(plan, "place", placed, began)
         if plan.is_placed:
             plan.fix()
         return spoiled
@@ -364,8 +363,13 @@ class Linker:
         if plan.session is None or not plan.session.placed:
             return
         began = time.perf_counter()
-        write_chunks(self.engine, plan.sequence.blocks, plan.session.left_to_write(plan.prefix_hit.stop))
-        plan.took("session", time.perf_counter() - began)
+        self._write(plan, "session", plan.session.left_to_write(plan.prefix_hit.stop), began)
+
+    def _write(self, plan: LinkPlan, stage: str, chunks: Sequence[PlacedChunk], began: float) -> None:
+        """Write chunks; a stage took the time since `began`, of which a device's part is told by the device."""
+        launched = time.perf_counter()
+        spans = write_chunks(self.engine, plan.sequence.blocks, chunks)
+        plan.took(stage, (launched if spans else time.perf_counter()) - began, spans)
 
     def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
         """Choose tokens or weigh parts of the chunks that are `TO_WEIGH`, and write them.
@@ -401,8 +405,7 @@ class Linker:
             choosing = time.perf_counter() - began
             plan.took("select", shared + choosing)
             plan.select_ms += (shared * sum(map(len, runs)) / max(whole, 1) + choosing) * 1e3
-            write_chunks(self.engine, plan.sequence.blocks, chosen)
-            plan.took("place", time.perf_counter() - began - choosing)
+            self._write(plan, "place", chosen, began + choosing)
             plan.fix()
         return taken + attended
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvstore.operator.apply import apply
 from kvstore.operator.device_kernel import Placement
 from kvstore.operator.patch import Patch
+from prefill_workers.engine.device_timer import DeviceSpan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.sequence import Run
 
@@ -30,26 +31,32 @@ class PlacedChunk(NamedTuple):
     run: Run
 
 
-def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> None:
+def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> list[DeviceSpan]:
     """Relocate, patch and write chunks of the sequence in `blocks`.
 
     On a GPU all in one launch; else small ones together: a write walks all layers.
+
+    Returns: what of it a device computes when this has returned; nothing on a CPU.
     """
+    if not chunks:
+        return []
     if engine.places_on_device:
-        engine.place(
-            [
-                Placement(one.kv, one.patch, one.position, engine.slots(blocks, one.run.start, one.run.stop))
-                for one in chunks
-            ]
-        )
-        return
-    layout = engine.layout
+        placements = [
+            Placement(one.kv, one.patch, one.position, engine.slots(blocks, one.run.start, one.run.stop))
+            for one in chunks
+        ]
+        span = engine.place(placements)
+        return [] if span is None else [span]
+    layout, spans = engine.layout, list[DeviceSpan]()
     for group in _groups(chunks, _BYTES // layout.bytes_per_token(engine.dtype)):
         ends = torch.tensor([len(chunk.run) for chunk in group]).cumsum(0).tolist()
         kv = torch.empty(layout.layers, ends[-1], layout.features, dtype=engine.dtype)
         for chunk, end in zip(group, ends, strict=True):
             apply(chunk.kv, chunk.patch, chunk.position, layout, out=kv[:, end - len(chunk.run) : end])
-        engine.write_kv(kv, torch.cat([engine.slots(blocks, chunk.run.start, chunk.run.stop) for chunk in group]))
+        slots = torch.cat([engine.slots(blocks, chunk.run.start, chunk.run.stop) for chunk in group])
+        if (span := engine.write_kv(kv, slots)) is not None:
+            spans.append(span)
+    return spans
 
 
 def _groups(chunks: Sequence[PlacedChunk], tokens: int) -> Iterator[list[PlacedChunk]]:

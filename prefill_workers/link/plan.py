@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement, union
 
 if TYPE_CHECKING:
+    from prefill_workers.engine.device_timer import DeviceSpan
     from prefill_workers.link.layerwise_load import LayerwiseLoad
     from prefill_workers.link.session_links import SessionPlan
 
@@ -218,10 +219,19 @@ class LinkPlan:
     began: float = field(default_factory=time.perf_counter)
     unpin: Callable[[], object] = field(default=lambda: None)
     _runs: list[Run] | None = None  # once they are fixed: they may be many, and are asked for often
+    _spans: list[tuple[str, DeviceSpan]] = field(default_factory=list)
 
-    def took(self, stage: str, seconds: float) -> None:
-        """Add seconds to a stage's time."""
+    def took(self, stage: str, seconds: float, spans: Iterable[DeviceSpan] = ()) -> None:
+        """Add seconds to a stage's time, and what a device goes on to compute for it."""
         self.stages_ms[stage] = self.stages_ms.get(stage, 0.0) + seconds * 1e3
+        self._spans += [(stage, span) for span in spans]
+
+    def end_stages(self) -> dict[str, float]:
+        """Milliseconds by stage, once the device has computed all of the link."""
+        spans, self._spans = self._spans, []
+        for stage, span in spans:
+            self.took(stage, span.seconds or 0.0)
+        return self.stages_ms
 
     def pinned_by(self, unpin: Callable[[], object]) -> LinkPlan:
         """Own the pins that `unpin` undoes from now on; returns the plan itself."""

@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from prefill_workers.block_index import BlockIndex, ChunkForm, PrefixMatch
+from prefill_workers.engine.device_timer import DeviceSpan
 from prefill_workers.modes import EXACT_POINTS, ModeKind, OperatingPoint, looks_up_patch, uses_library
 from prefill_workers.prefix_digests import PrefixChain, prefix_chain
 from prefill_workers.protocol import LinkRequest
@@ -74,7 +75,7 @@ class PrefixHits:
         copied = [i for i in range(len(match.blocks)) if not match.is_shared(i, size)]
         if not copied:
             return
-        began = time.perf_counter()
+        began, spans = time.perf_counter(), list[DeviceSpan]()
 
         def shift(i: int) -> int:
             return match.frame - match.blocks[i].frame
@@ -82,13 +83,14 @@ class PrefixHits:
         for turned, group in groupby(sorted(copied, key=shift), key=shift):
             indices = list(group)
             tokens = min((indices[-1] + 1) * size, match.tokens) - indices[-1] * size  # of the last
-            self._engine.copy_kv(
+            span = self._engine.copy_kv(
                 [match.blocks[i].block for i in indices],
                 [plan.sequence.blocks[i] for i in indices],
                 (len(indices) - 1) * size + tokens,
                 turned,
             )
-        plan.took("prefix", time.perf_counter() - began)
+            spans += [] if span is None else [span]
+        plan.took("prefix", 0.0 if spans else time.perf_counter() - began, spans)
 
     def keep(self, plan: LinkPlan, tokens: int | None = None) -> None:
         """Name the blocks of a link that has ended, and still holds them.

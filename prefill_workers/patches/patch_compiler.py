@@ -85,6 +85,8 @@ class PatchCompiler:
         self._pool_size = 0 if form.basis is not None else pool
         self._pool: list[Patch] = []
         self._device = torch.device(device if form.basis is None else form.basis.directions[0].device)
+        # of the lowest priority that there is, which is the default stream's: yet that does not wait for this one
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.formed = 0
         self.seconds = 0.0
 
@@ -93,7 +95,8 @@ class PatchCompiler:
         """Factor a deficit [layers, tokens, features] and store the patch (kamera.md eq. 1, 2)."""
         began = time.perf_counter()
         dtype = getattr(torch, job.dtype)
-        with openmp.alone():  # most of it are eigenvectors of small matrices: a second thread costs half as much again
+        # most of it are eigenvectors of small matrices: a second thread costs half as much again
+        with openmp.alone(), torch.cuda.stream(self._stream):
             patch = self._form.form(job.delta.to(self._device), job.layout, job.kind, dtype).on_host()
         record = PatchRecord(
             key=job.key,

@@ -516,7 +516,8 @@ class PrefillLoop:
             self._scheduler.fail(batch.jobs, error)
             return None
         self._note_progress()
-        return ForwardResult(logits, time.perf_counter() - began)
+        span, seconds = self._engine.forward_span, time.perf_counter() - began
+        return ForwardResult(logits, seconds if span is None or span.seconds is None else span.seconds)
 
     def _finish_writes(self, finished: Sequence[LinkJob]) -> bool:
         """Wait until the KV of links that end without a forward can be read. False if that failed."""
@@ -564,7 +565,7 @@ class PrefillLoop:
             chunks=tuple(chunk.outcome for chunk in plan.chunks),
             tokens_reused=plan.tokens_reused,
             tokens_computed=plan.tokens_computed,
-            stages_ms=plan.stages_ms,
+            stages_ms=plan.end_stages(),
             compute_ms=plan.compute_ms,
             select_ms=plan.select_ms,
             prefix_tokens_reused=len(plan.prefix_hit),

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from prefill_workers.fidelity.disabled_points import PointDecision
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
+    from prefill_workers.patches.device_forming import DeviceForming
     from prefill_workers.patches.patch_compiler import PatchJob
     from prefill_workers.protocol import LeaseState, LinkResult, LoadBearing, PrefetchRequest, SessionInfo
 
@@ -72,8 +73,9 @@ class PrefillWorker:
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
         from prefill_workers.link.linker import Linker
+        from prefill_workers.patches.device_forming import DeviceForming
         from prefill_workers.patches.harvester import Harvester
-        from prefill_workers.patches.patch_compiler import load_form
+        from prefill_workers.patches.patch_compiler import PatchCompiler, load_form
         from prefill_workers.scheduler.cost_model import measure_forward_cost
         from prefill_workers.scheduler.load_budget import KVLoadBudget
         from prefill_workers.scheduler.prefill_loop import PrefillLoop
@@ -86,6 +88,7 @@ class PrefillWorker:
         self._library = Library(config.library, self._engine.fingerprint)
         self._hand_over = HandOver(self._library)
         self._compiler = compiler
+        self._forming: DeviceForming | None = None
         self._deficits = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
         keeper = DeploymentHandle("LibraryKeeper", serve.get_replica_context().app_name)  # bound, it would be a circle
         self._fidelity = PrefillFidelity(settings.fidelity, lambda known: answered(keeper.exchange.remote(known)))
@@ -102,6 +105,9 @@ class PrefillWorker:
             sessions=settings.sessions,
         )
         self._linker, self._sessions = linker, linker.sessions.store
+        if config.is_forming_in_prefill:
+            forming = DeviceForming(PatchCompiler(self._library, form, device="cuda"))
+            self._forming = linker.forgets.group().register(forming)
         self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._loaded = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
@@ -139,7 +145,7 @@ class PrefillWorker:
             vars(self)["__del__"] = self._retire  # Serve awaits an instance's, once no call runs
 
     async def _compile(self, job: PatchJob) -> None:
-        await answered(self._compiler.compile.remote(job))
+        await (self._forming.compile(job) if self._forming else answered(self._compiler.compile.remote(job)))
         self._feed.add(job.entry)
 
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
@@ -338,7 +344,7 @@ class PrefillWorker:
         """
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
-        if self._engine.silent:
+        if self._engine.is_silent:
             raise RuntimeError("a rank of the engine does not answer any more")
         if self._loop.failing >= MOST_FAILURES:
             raise RuntimeError(f"the engine failed {self._loop.failing} times in a row")
@@ -354,10 +360,14 @@ class PrefillWorker:
         await self._hand_over.leave_node()
         while self._loop.stats().leases:
             await asyncio.sleep(_LEASE_LOOK_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
         self._loop.stop()
+        if self._forming is not None:
+            self._forming.close()
         self._library.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):
-            self._loop.stop()
-            self._library.close()
+            self._close()

@@ -9,6 +9,7 @@
 | forming    | forming a patch on the GPU, and on one thread                            | 10 times     |      |
 | hand-off   | a read of GPU memory between two processes over NIXL                     | over 5 GB/s  |      |
 | self-check | an engine of a 7B model's shape against vLLM's own prefill               | passes       | yes  |
+| graphs     | forwards of 40 to 500 tokens, padded and captured, against eager ones    | half         | yes  |
 | exactness  | links of one family against vLLM's own prefill                           | passes       | yes  |
 | link-time  | linking 2,048 tokens against prefilling them                             | 16 times     | yes  |
 | ttft       | time to first token with images linked, against prefill                  | 8 times      | yes  |
@@ -31,13 +32,13 @@ from typing import Any
 _OUT = Path(os.environ.get("OUT", "build/gpu"))
 _TOTAL_SECONDS = 460.0
 _TOKENS, _CHUNKS, _RANK, _BLOCK = 1024, 8, 32, 64
-_ENGINE = ("self-check", "exactness", "link-time", "ttft")
+_ENGINE = ("self-check", "graphs", "exactness", "link-time", "ttft")
 _COMMANDS = {
     "exactness": ["-m", "pytest", "-q", "tests/integration/test_engine.py", "-k", "bit_for_bit or exact_link"],
     "link-time": ["-m", "serving.cli.main", "bench", "link-time", "--quick"],
     "ttft": ["-m", "tests.benchmarks", "ttft", "--quick"],
 }
-_SECONDS = {"self-check": 100.0, "exactness": 100.0, "link-time": 120.0, "ttft": 150.0}  # others: 60
+_SECONDS = {"self-check": 100.0, "graphs": 100.0, "exactness": 100.0, "link-time": 120.0, "ttft": 150.0}  # others: 60
 
 
 def say(stage: str, **facts: Any) -> None:
@@ -282,10 +283,39 @@ def forming() -> None:
     delta += torch.randn(delta.shape) * 0.005
     there = delta.cuda()
     on_gpu = wall_ms(lambda: form_patch(there, shape, _RANK, dtype=torch.int8, spread=True), 3)
+    alone, beside = beside_products(lambda: form_patch(there, shape, _RANK, dtype=torch.int8, spread=True))
     torch.set_num_threads(1)
     began = time.perf_counter()
     form_patch(delta, shape, _RANK, dtype=torch.int8, spread=True)
-    say("forming", gpu_ms=on_gpu, one_thread_ms=1e3 * (time.perf_counter() - began))
+    took = 1e3 * (time.perf_counter() - began)
+    say("forming", gpu_ms=on_gpu, one_thread_ms=took, forward_ms=alone, forward_beside_ms=beside)
+
+
+def beside_products(body: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds of a 7B model's products, alone and beside `body` on another thread."""
+    import threading
+
+    import torch
+
+    weight, rows = (torch.randn(n, 3584, device="cuda", dtype=torch.bfloat16) for n in (3584, 512))
+    stop = threading.Event()
+
+    def others() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                body()
+
+    def products() -> None:
+        for _ in range(28 * 4):
+            rows @ weight.T
+
+    alone = device_ms(products)
+    thread = threading.Thread(target=others)
+    thread.start()
+    beside = device_ms(products)
+    stop.set()
+    thread.join()
+    return alone, beside
 
 
 def hand_off() -> None:
@@ -295,7 +325,8 @@ def hand_off() -> None:
         say("hand-off", ok=result.ok, detail=result.detail)
 
 
-def self_check() -> None:
+def started_engine(buckets: tuple[int, ...]) -> tuple[Any, float]:
+    """An engine of a 7B model with random weights, and the seconds of its start."""
     from infra.vllm_env import vllm_environment
 
     os.environ.update(vllm_environment(kv_cache_gib=None))
@@ -303,10 +334,45 @@ def self_check() -> None:
     from prefill_workers.engine.engine import PrefillEngine
     from prefill_workers.engine.spec import EngineSpec
 
-    folder = checkpoint_path("qwen2_5_vl-7b")
-    began = time.perf_counter()
-    engine = PrefillEngine(EngineSpec(str(folder), "bfloat16", "dummy", 8192, kv_cache_gib=8, hand_off=False))
-    started = time.perf_counter() - began
+    folder, began = checkpoint_path("qwen2_5_vl-7b"), time.perf_counter()
+    spec = EngineSpec(
+        str(folder), "bfloat16", "dummy", 8192, kv_cache_gib=8, hand_off=False, device_bytes=1 << 30, buckets=buckets
+    )
+    return PrefillEngine(spec), time.perf_counter() - began
+
+
+def graphs() -> None:
+    from dataclasses import replace
+
+    import torch
+
+    from infra.gpu import BUCKETS
+    from kvstore.operator.device_kernel import Placement
+    from prefill_workers.sequence import LinkSequence, Run
+
+    engine, started = started_engine(BUCKETS)
+    say("graphs", start_s=started, passed=all(outcome.passed for outcome in engine.self_check()))
+    captured = engine.spec
+    kv, blocks = chunk(), range(1, 2 + 2 * _TOKENS // _BLOCK)
+    for tokens in (40, 100, 200, 500):
+        index = torch.arange(_TOKENS + tokens)
+        ids = torch.randint(0, 1000, (len(index),), dtype=torch.int32)
+        sequence = LinkSequence(ids, index.expand(3, -1), blocks)
+        facts, given = dict[str, float](), list[Any]()
+        for name, spec in (("eager", replace(captured, buckets=())), ("captured", captured)):
+            engine.spec = spec
+            placed = engine.place([Placement(kv, patch(), 9, engine.slots(blocks, 0, _TOKENS))])
+            forward = lambda: engine.forward([(sequence, [Run(_TOKENS, len(index))])], ends=[0])  # noqa: B023, E731
+            given.append(forward())
+            facts |= {f"{name}_ms": wall_ms(forward, 20), f"{name}_device_ms": 1e3 * engine.forward_span.seconds}
+            facts |= {"place_device_ms": 1e3 * placed.seconds}
+        apart = (given[0] - given[1]).abs().max() / given[0].abs().max()
+        say("graphs", tokens=tokens, **facts, off=apart.item())
+    engine.shutdown()
+
+
+def self_check() -> None:
+    engine, started = started_engine(())
     for outcome in engine.self_check():
         say("self-check", name=outcome.name, passed=outcome.passed, detail=outcome.detail)
     say("self-check", start_s=started, places_on_device=engine.places_on_device, block_size=engine.block_size)
@@ -325,7 +391,7 @@ def one(name: str) -> None:
         if importlib.util.find_spec(absent) is None:
             sys.modules[absent] = types.ModuleType(absent)
             sys.modules[absent].__dict__.update(blake3=None, Buffer=object)
-    {**STAGES, "self-check": self_check}[name]()
+    {**STAGES, "self-check": self_check, "graphs": graphs}[name]()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,28 @@ def test_the_layout_is_the_families_and_the_self_check_passes(engines: Engines, 
     engine: PrefillEngine = getattr(engines, precision)
     assert engine.layout.family == engines.family.layout
     assert [outcome for outcome in engine.require_self_check() if not outcome.passed] == []
+
+
+def test_a_forward_padded_to_a_bucket_equals_an_unpadded_one(
+    engines: Engines, rigs: dict[str, Rig], monkeypatch: pytest.MonkeyPatch
+):
+    """And writes nothing else, least of all at the ends of the pool."""
+    engine, plan = engines.fp32, rigs["fp32"].plan(engines.pages, "off")
+    s, n, size = plan.sequence, len(plan.sequence), engine.block_size
+    runs, ends = [Run(0, n // 3), Run(n // 3, n - 9), Run(n - 9, n)], [0, engine.num_blocks - 1]
+    sequence = LinkSequence(s.token_ids, s.positions, range(1, 2 + n // size), s.embedded)
+    engine.write_kv(torch.ones(engine.layout.layers, 2 * size, engine.layout.features), engine.slots(ends, 0, 2 * size))
+
+    def compute() -> tuple[Tensor, Tensor, Tensor]:
+        logits = engine.forward([(sequence, runs)], ends=[0])
+        assert logits is not None
+        return logits, engine.read_kv(sequence.blocks, 0, n), engine.read_kv(ends, 0, 2 * size)
+
+    expected = compute()
+    assert n < 512
+    monkeypatch.setattr(engine, "spec", replace(engine.spec, buckets=(64, 512)))
+    for ours, theirs in zip(compute(), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @PRECISIONS

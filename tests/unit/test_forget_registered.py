@@ -26,6 +26,8 @@ COUNTS = "numbers and names, no content"
 KEEPS_NOTHING_DELETED = {
     "AnswerStream": IN_FLIGHT,
     "DeviceCache": "copies of records in the library's memory, which end with them",
+    "DeviceTimer": IN_FLIGHT + ": times of calls",
+    "RankCalls": IN_FLIGHT + ": times of calls",
     "Admission": IN_FLIGHT,
     "BlockPool": IN_FLIGHT,
     "Compactor": IN_FLIGHT + ": importance of tokens by link",

@@ -20,10 +20,13 @@ from decode_workers.admission import Admission
 from decode_workers.engine import DecodeEngine, NonFiniteLogits, fail_on_nan
 from decode_workers.spec import DecodeSpec
 from infra.kv_window import window_parameter
+from infra.pace import Pace
 from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import BLOCK_SIZE
 
-TRANSFER = {"remote_request_id": "lease", "remote_block_ids": [[1, 2, 3]], BLOCK_SIZE: 16}
+TRANSFER = {
+    "remote_engine_id": "prefill", "remote_request_id": "lease", "remote_block_ids": [[1, 2, 3]], BLOCK_SIZE: 16,
+}  # fmt: skip
 
 
 class Vllm:
@@ -62,7 +65,7 @@ class Vllm:
 def decode(vllm: Vllm) -> DecodeEngine:
     made = object.__new__(DecodeEngine)
     made._engine, made.admission, made.max_model_len = vllm, Admission(10, 16), 160
-    made.progressed, made._canaries = 0.0, count()
+    made.progressed, made._canaries, made._pulls = 0.0, count(), Pace(1)
     return made
 
 
@@ -142,6 +145,31 @@ async def test_room_is_held_for_as_long_as_large_pulls_may_take(monkeypatch: pyt
     assert worker.stats().blocks_reserved > 0
     await asyncio.sleep(0.2)
     assert worker.stats().blocks_reserved == 0
+
+
+async def test_room_is_held_by_the_pace_of_earlier_pulls_from_the_same_worker(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "_PULL_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_PULL_MARGIN", 2.0)
+    vllm = Vllm()
+    worker = decode(vllm)
+    reading = asyncio.create_task(read(worker))
+    await asyncio.sleep(0.2)
+    vllm.pulled.set()
+    await reading
+    assert worker._pulls.seconds("prefill", 20) == pytest.approx(0.2, abs=0.1)
+    held = {}
+    for name in ("prefill", "another"):  # of the other nothing is known: 20 ms, at a thousand tokens a second
+        vllm.pulled.clear()
+        reading = asyncio.create_task(read(worker, transfer={**TRANSFER, "remote_engine_id": name}))
+        await asyncio.sleep(0.02)
+        reading.cancel()
+        await asyncio.wait([reading])
+        await asyncio.sleep(0.1)
+        held[name] = worker.stats().blocks_reserved > 0
+        await asyncio.sleep(0.6)
+        assert worker.stats().blocks_reserved == 0
+    assert held == {"prefill": True, "another": False}
 
 
 async def test_a_whole_answer_is_put_together_here_so_that_it_is_known_when_its_kv_has_come():

@@ -11,11 +11,13 @@ import pytest
 import torch
 from kvstore_support import FINGERPRINT, GQA, random_kv
 
+from kvstore.errors import ShapeMismatch
 from kvstore.library import Library
 from kvstore.operator.apply import apply
 from kvstore.operator.patch import PatchKind, form_patch
 from kvstore.records.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
+from prefill_workers.patches.device_forming import DeviceForming
 from prefill_workers.patches.patch_compiler import PatchCompiler, PatchJob, UnknownBasis, load_form
 from prefill_workers.settings import PatchFormSettings
 from serving.config import OrbitServeConfig
@@ -100,6 +102,37 @@ def test_a_basis_that_the_library_lacks_is_named(tmp_path: Path):
         pytest.raises(UnknownBasis, match=r"patch\.basis.*'0a0a"),
     ):
         load_form(PatchFormSettings(basis="0a" * 32), library)
+
+
+# In a prefill worker's process
+
+
+async def test_beside_an_engine_patches_form_on_another_thread_in_order_and_errors_are_the_callers(tmp_path: Path):
+    with Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as library:
+        form = PatchForm(2)
+        forming = DeviceForming(PatchCompiler(library, form))
+        deficits = [job(number, form) for number in range(3)]
+        await asyncio.gather(*map(forming.compile, deficits))
+        assert all(library.has("patch", one.key, one.tenant) for one in deficits)
+        with pytest.raises(ShapeMismatch):
+            await forming.compile(replace(deficits[0], delta=torch.zeros(1, 1, 1)))
+        forming.close()
+        with pytest.raises(RuntimeError):
+            await forming.compile(deficits[0])
+
+
+async def test_beside_an_engine_a_deficit_that_waits_while_its_content_is_deleted_leaves_no_patch(tmp_path: Path):
+    with Library(LibrarySettings(directory=tmp_path, deletion_grace_s=0), FINGERPRINT) as library:
+        forming, asked = DeviceForming(PatchCompiler(library, PatchForm(2))), job(1, PatchForm(2))
+        free = threading.Event()
+        forming._thread.submit(free.wait)
+        waiting = asyncio.create_task(forming.compile(asked))
+        await asyncio.sleep(0)
+        forming.forget(asked.content, asked.tenant)
+        free.set()
+        await waiting
+        forming._thread.shutdown()
+        assert not library.has("patch", asked.key, asked.tenant)
 
 
 # The role

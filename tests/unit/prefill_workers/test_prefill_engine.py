@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,10 +13,12 @@ from kvstore_support import MLA
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalSharedField
 
 from kvstore.operator.layout import Layout
+from prefill_workers.engine import rank_calls
 from prefill_workers.engine import worker_extension as runs
 from prefill_workers.engine.attention_layers import UnsupportedEngine
-from prefill_workers.engine.engine import PrefillEngine, check_hand_off
+from prefill_workers.engine.engine import check_hand_off
 from prefill_workers.engine.image_batches import handfuls
+from prefill_workers.engine.rank_calls import RankCalls
 from prefill_workers.engine.transfer_notes import ReadNotes, parsed
 from prefill_workers.engine.worker_extension import WorkerExtension
 
@@ -62,11 +63,8 @@ class Executor:
         return answers
 
 
-def engine(errors: dict[int, Exception], ranks: int) -> PrefillEngine:
-    made = object.__new__(PrefillEngine)
-    made._calls, made.silent = threading.Lock(), False
-    made._llm = Executor([Rank(number, errors) for number in range(ranks)])  # type: ignore[assignment]
-    return made
+def calls(errors: dict[int, Exception], ranks: int) -> RankCalls:
+    return RankCalls(Executor([Rank(number, errors) for number in range(ranks)]), ranks)
 
 
 @pytest.fixture
@@ -81,40 +79,57 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
 def test_the_answers_to_the_next_call_are_its_own_after_ranks_have_failed(of_ranks: Any, failing: set[int]):
     errors: dict[int, Exception] = {number: UnsupportedEngine(f"on {number}") for number in failing}
-    made = engine(errors, 2)
+    made = calls(errors, 2)
     with pytest.raises(UnsupportedEngine, match=f"on {min(failing)}"):
-        made._call_all("tell", "first")
+        made.all("tell", "first")
     errors.clear()
-    assert made._call_all("tell", "second") == ["second 0", "second 1"]
+    assert made.all("tell", "second") == ["second 0", "second 1"]
 
 
 def test_an_error_that_no_other_process_could_read_says_what_it_said(of_ranks: Any):
     with pytest.raises(RuntimeError, match="OddError: one two"):
-        engine({1: OddError("one", "two")}, 2)._call("tell", "first")
+        calls({1: OddError("one", "two")}, 2).one("tell", "first")
 
 
 def test_an_engine_with_a_rank_that_does_not_answer_is_not_asked_again(of_ranks: Any):
     """As where one failed and the other waits for it in the middle of a layer; vLLM's executor raises TimeoutError."""
 
-    made, asked = engine({}, 2), []
-    assert not made.silent
+    asked = []
 
     def collective_rpc(method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
         asked.append(args)
         raise TimeoutError("RPC call to answer timed out.")
 
-    made._llm.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    made = RankCalls(SimpleNamespace(collective_rpc=collective_rpc), 2)
+    assert not made.silent
     for name in ("first", "second"):
         with pytest.raises(TimeoutError):
-            made._call_all("tell", name)
+            made.all("tell", name)
     assert (made.silent, asked) == (True, [("tell", "first")])
+
+
+def test_a_rank_has_for_a_forward_what_earlier_ones_took_many_times_over(monkeypatch: pytest.MonkeyPatch):
+    allowed, now = list[float](), [0.0]
+
+    def collective_rpc(method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        allowed.append(timeout)
+        now[0] += args[1]  # seconds
+        return [None, None]
+
+    monkeypatch.setattr(rank_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = RankCalls(SimpleNamespace(collective_rpc=collective_rpc), 2)
+    made.all("forward_runs", 20.0, tokens=1000)
+    made.all("read_kv", 1.0)
+    made.all("forward_runs", 2.0, tokens=100)
+    made.all("forward_runs", 20.0, tokens=1000)
+    assert allowed == [600.0, 600.0, 60.0, 200.0]
 
 
 def test_one_rank_raises_the_very_error(of_ranks: Any):
     of_ranks.size = 1
     error = OddError("one", "two")
     with pytest.raises(OddError) as raised:
-        engine({0: error}, 1)._call("tell", "first")
+        calls({0: error}, 1).one("tell", "first")
     assert raised.value is error
 
 

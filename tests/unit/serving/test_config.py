@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -324,6 +325,25 @@ def test_replicas_with_an_engine_get_a_gpu_a_rank_where_vllm_is_built_for_them(
     )
     roles = (config.vision, config.prefill, config.decode, config.ingress, config.patch)
     assert tuple(role.gpus for role in roles) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu", "settings", "there"),
+    [
+        (True, {}, False),
+        (False, {}, True),
+        (False, {"patch": {"num_gpus": 0}}, False),
+        (False, {"patch": {"num_gpus": 0.5}}, False),
+        (False, {"patch": {"pool_basis": 8}}, False),
+        (False, {"patch": {"basis": "0a"}}, False),
+        (False, {"prefill": {"tensor_parallel_size": 2}}, False),
+    ],
+)
+def test_patches_form_on_the_gpu_of_a_prefill_worker_that_holds_whole_kv_unless_told_where_else(
+    monkeypatch: pytest.MonkeyPatch, cpu: bool, settings: dict[str, Any], there: bool
+):
+    monkeypatch.setattr("serving.config.is_cpu_build", lambda: cpu)
+    assert OrbitServeConfig.model_validate({"model": {"path": "x"}, **settings}).is_forming_in_prefill is there
 
 
 def test_a_section_that_is_none_is_named(tmp_path: Path):

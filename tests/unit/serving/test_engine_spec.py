@@ -82,12 +82,13 @@ def test_the_front_end_takes_what_prompts_are_read_by(setting: str, monkeypatch:
 
 def test_every_field_of_a_specification_reaches_vllm(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("infra.vllm_arguments.uses_gpu", lambda: True)  # where pools are told by argument
+    monkeypatch.setattr("prefill_workers.engine.engine.uses_gpu", lambda: True)  # and forwards are captured
     other = {
         "model": "other", "dtype": "float32", "load_format": "dummy", "max_model_len": 512, "block_size": 32,
         "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "kv_cache_gib": 3, "trust_remote_code": True,
         "kv_cache_dtype": "fp8", "seed": 7,
     }  # fmt: skip
-    of_prefill = {**other, "max_batch_tokens": 8192, "hand_off": False, "encoder_only": True}
+    of_prefill = {**other, "max_batch_tokens": 8192, "hand_off": False, "encoder_only": True, "buckets": (64,)}
     of_decode = {**other, "max_num_seqs": 4, "reasoning_parser": "qwen3"}
     assert asdict(EngineSpec("")).keys() == of_prefill.keys() | {"device_bytes"}, "which are ours"
     assert asdict(DecodeSpec("")).keys() == of_decode.keys()
@@ -101,7 +102,13 @@ def test_roles_take_their_own_pools_and_ranks():
     settings = OrbitServeConfig.model_validate(
         {
             "model": {"path": "model"},
-            "prefill": {"kv_cache_gib": 3, "tensor_parallel_size": 2, "block_size": 32, "max_batch_tokens": 512},
+            "prefill": {
+                "kv_cache_gib": 3,
+                "tensor_parallel_size": 2,
+                "block_size": 32,
+                "max_batch_tokens": 512,
+                "buckets": [1024, 256, 64],
+            },
             "decode": {"kv_cache_gib": 5, "tensor_parallel_size": 4, "max_num_seqs": 8, "gpu_memory_utilization": 0.4},
             "vision": {"gpu_memory_utilization": 0.2},
         }
@@ -109,6 +116,7 @@ def test_roles_take_their_own_pools_and_ranks():
     prefill, vision, decode = prefill_spec(settings), vision_spec(settings), decode_spec(settings)
     assert (prefill.kv_cache_gib, prefill.tensor_parallel_size, prefill.max_batch_tokens) == (3, 2, 512)
     assert (decode.kv_cache_gib, decode.tensor_parallel_size, decode.max_num_seqs) == (5, 4, 8)
+    assert prefill.buckets == (64, 256), "a forward is never longer than its budget"
     assert prefill.block_size == decode.block_size == 32, "KV is handed over by blocks"
     assert (vision.gpu_memory_utilization, decode.gpu_memory_utilization) == (0.2, 0.4)
     assert (vision.tensor_parallel_size, vision.encoder_only, vision.hand_off) == (1, True, False)
