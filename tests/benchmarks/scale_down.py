@@ -80,7 +80,7 @@ def run(quick: bool, console: Console, items: int | None = None) -> Outcome:
             access_log={"directory": log},
         )
         with application(config, console) as url:
-            service = Scaled(url, config.model.served_name)
+            service = Service(url, config.model.served_name)
             service.scale(2)
             with SteadyLoad(url, service.model, WRITERS, READERS) as load:
                 time.sleep(CHECKED_S)
@@ -89,13 +89,13 @@ def run(quick: bool, console: Console, items: int | None = None) -> Outcome:
                 for number in range(count):
                     turns.append(turn := _scaled_down(service, number))
                     words = f"{turn.down_s:.0f} s down, {turn.up_s:.0f} s up, {turn.after} of {turn.before} tokens kept"
-                    said = f"{load.answered} answers, {load.failed} failed"
+                    said = f"{load.answered} answers, {load.failed + service.failed} failed"
                     console.print(f"  {number + 1} of {count}: {words}; {said}", highlight=False)
                 faults = [fault for fault in load.stop() if fault]
     for fault in faults[:5]:
         console.print(f"  {fault}", markup=False, style="red")
     figures |= {
-        "failed": float(load.failed),
+        "failed": float(load.failed + service.failed),
         "answers": float(load.answered),
         "reuse_kept": sum(turn.after for turn in turns) / max(1, sum(turn.before for turn in turns)),
         "down_s": statistics.median(turn.down_s for turn in turns),
@@ -105,11 +105,11 @@ def run(quick: bool, console: Console, items: int | None = None) -> Outcome:
     return Outcome(workload, [], figures)
 
 
-class Scaled:
-    """The running service, and its planner."""
+class Service:
+    """The running service and its planner. `failed`: questions of `reused` that were."""
 
     def __init__(self, url: str, model: str) -> None:
-        self.url, self.model = url, model
+        self.url, self.model, self.failed = url, model, 0
         self._planner = ray.get_actor(actor_name(APPLICATION), namespace=NAMESPACE)
 
     def scale(self, count: int) -> float:
@@ -125,11 +125,7 @@ class Scaled:
         return time.monotonic() - began
 
     def reused(self, pages: Sequence[int], mode: str) -> int:
-        """Tokens of pages that are linked rather than computed, one question about each.
-
-        Raises:
-            httpx.HTTPStatusError: a question was refused.
-        """
+        """Tokens of pages that are linked rather than computed, one question about each."""
         return sum(self._reused(number, mode) for number in pages)
 
     def _reused(self, number: int, mode: str) -> int:
@@ -140,12 +136,16 @@ class Scaled:
             "max_tokens": 2,
             "orbit": {"mode": mode},
         }
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
-        orbit: dict[str, Any] = answer.raise_for_status().json()["orbit"]
-        return sum(chunk["tokens"] for chunk in orbit["chunks"]) if not orbit["vision_tokens_encoded"] else 0
+        try:
+            answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
+            orbit: dict[str, Any] = answer.raise_for_status().json()["orbit"]
+        except httpx.HTTPError:
+            self.failed += 1
+            return 0
+        return 0 if orbit["vision_tokens_encoded"] else sum(chunk["tokens"] for chunk in orbit["chunks"])
 
 
-def _scaled_down(service: Scaled, number: int) -> Turn:
+def _scaled_down(service: Service, number: int) -> Turn:
     pages = range(1000 + number * PAGES, 1000 + (number + 1) * PAGES)
     service.reused(pages, "exact")  # each by one of the two
     driver_handle(ROLES[Role.PREFILL], APPLICATION).broadcast("flush").results(timeout_s=300)
