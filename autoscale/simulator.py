@@ -264,6 +264,7 @@ class Simulation:
         self.prefill.on_leave = self._leave
         self._initial, self._progress = initial, progress
         self._jobs: list[Job] = []
+        self._came_s = 0.0  # of work for prefill, so far
         self._open = self.refused = 0
         self._ended = False
         self._linked: list[tuple[float, int, int]] = []  # time, reused, tokens of chunks
@@ -312,6 +313,7 @@ class Simulation:
             self.prefill.router.completed(name, job)
             self.refused += 1
             self._open -= 1
+        self._came_s += job.work_s
 
     def _has_linked(self, replica: Prefill, job: Job) -> None:
         self.prefill.router.completed(replica.name, job)
@@ -357,19 +359,19 @@ class Simulation:
                 self._pools[role].scale(max(least, min(most, target)), start_s)
 
     def _watch(self) -> Any:
-        worked = 0.0
+        before_s = 0.0
         while not self._ended:
             yield self.env.timeout(60.0)
             if self._progress is not None:
                 self._progress(float(self.env.now))
-            done = sum(job.work_s for job in self._jobs)
             loads = [
                 max(one.reserved + one.awaited, 0) / self.machine.blocks_total for one in self.decode.serving.values()
             ]
-            values = (self.env.now, self.prefill.target, self.decode.target, (done - worked) / 60.0, sum(loads))
+            came = (self._came_s - before_s) / 60.0
+            values = (self.env.now, self.prefill.target, self.decode.target, came, sum(loads))
             for series, value in zip(self._timeline.values(), values, strict=True):
                 series.append(round(float(value), 4))
-            worked = done
+            before_s = self._came_s
 
     def _result(self) -> Result:
         for pool in self._pools.values():
