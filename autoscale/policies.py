@@ -261,7 +261,8 @@ def _remembering(state: RoleState, now: float, count: int) -> Memory:
 
 
 def _look_back(state: RoleState) -> float:
-    measured = 0.0 if state.demand is None else state.demand.window_s  # a shorter look sees the same seconds again
+    # A look that is shorter than the measure sees the same seconds again, but for what came since a fall.
+    measured = 0.0 if state.demand is None or state.demand.has_fallen else state.demand.window_s
     return state.memory.hold * (max(state.start_s, measured) + state.reload_s)
 
 

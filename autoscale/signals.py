@@ -112,7 +112,8 @@ class Demand:
 
 _MOST_VARIABILITY = 20.0
 _FEW = 8  # pieces of work, or samples, from which a variance says something
-_JUMP = 5.0  # standard errors: in an hour of plans chance brings none, up or down
+_JUMP = 5.0  # standard errors: in an hour of plans chance brings none
+_BEFORE_FALL_S = 30.0
 _SAMPLED_S = 60.0  # of decode's pools, of which samples are kept
 _FEW_BLOCKS = 3
 _SAMPLED_JUMP = 5.0  # standard deviations
@@ -143,7 +144,7 @@ class Window:
         self._replicas: dict[str, tuple[float, dict[str, float]] | None] = {}  # arrival, signals; None: not known
         self._growth: deque[_Growth] = deque()
         self._shares: deque[tuple[float, float]] = deque()
-        self._fell = -math.inf  # when the load did, by more than chance
+        self._fell = -math.inf  # when the load did
         self._demand: Demand | None = None
 
     def observe(self, now: float, replicas: Mapping[str, Mapping[str, object]]) -> None:
@@ -252,35 +253,36 @@ class Window:
 
     def _working(self, latest: Mapping[str, Flat]) -> Demand | None:
         demand = self._worked(latest)
-        if demand is not None and self._forget_before_change(demand):
+        if demand is not None and self._forget_before_fall(demand):
             demand = self._worked(latest)
         return demand
 
-    def _forget_before_change(self, demand: Demand) -> bool:
-        """Let the window begin where the load changed by more than chance; False if it did not.
+    def _forget_before_fall(self, demand: Demand) -> bool:
+        """Let the window begin where the load fell by more than chance; False if it did not.
 
         Of all ways to part it in two, the one whose means lie farthest apart, in standard errors: an adaptive window
-        (ADWIN, Bifet and Gavaldà 2007), with the errors of `Demand.error`.
+        (ADWIN, Bifet and Gavaldà 2007). By chance a few seconds have much more than their share of the work, and never
+        much less than none: rises are left to `Demand.has_jumped`, and what came before is measured over some time.
         """
         growth = list(self._growth)
         began, now = growth[0].now, growth[-1].now
         total, worked = sum(one.came_s for one in growth[1:]), 0.0
-        farthest, cut, last, falls = _JUMP, 0, 0, False
+        farthest, cut, last = _JUMP, 0, 0
         for number, one in enumerate(growth[1:-1], 1):
             worked += one.came_s
             before, after = one.now - began, now - one.now
-            if min(before, after) < RECENT_S:
+            if before < _BEFORE_FALL_S or after < RECENT_S:
                 continue
-            rise = (total - worked) / after - worked / before
             error = math.hypot(demand.error(before), demand.error(after))
-            if error and abs(rise) / error > farthest:
-                farthest, cut, falls = abs(rise) / error, number, rise < 0
+            fall = (worked / before - (total - worked) / after) / error if error else 0.0
+            if fall > farthest:
+                farthest, cut = fall, number
             last = number
         if cut in (0, last):  # there is none, or it may lie later than can be told yet
             return False
         for _ in range(cut):
             self._growth.popleft()
-        self._fell = self._growth[0].now if falls else -math.inf
+        self._fell = self._growth[0].now
         return True
 
     def _worked(self, latest: Mapping[str, Flat]) -> Demand | None:

@@ -47,6 +47,7 @@ from serving.scaling.routers import routers
 from serving.scaling.study import KEEPS, OTHERS, Study, loads_of
 
 START_S = 60.0
+MORNING_S = 3600.0  # in ServeGen's day: from 1:00 its load rises to nearly three times its least, and falls again
 DAY_SCALE = 0.03
 LIMITS = Limits(8.0, 0.06)
 _SLOW = Machine(forward=ForwardCost(100.0, 1.6e-3), encode_s_per_token=4e-4, start_s=START_S, max_sequences=16)
@@ -75,10 +76,10 @@ def cases(traces: Path | None, seconds: float) -> dict[str, Case]:
     images, blocks = traces / "servegen-mm-image", traces / "mooncake" / "conversation_trace.jsonl"
 
     def drawn(reuse: float) -> Callable[[], Iterator[Request]]:
-        return lambda: servegen(images, reuse, 0.25, start_s=7 * 3600.0, seconds=seconds)
+        return lambda: servegen(images, reuse, 0.25, start_s=MORNING_S, seconds=seconds)
 
     def replayed() -> Iterator[Request]:
-        return takewhile(lambda request: request.at < seconds * 0.75, mooncake(blocks))
+        return takewhile(lambda request: request.at < seconds, mooncake(blocks))
 
     found |= {f"servegen {reuse}": Case(drawn(reuse), _SLOW, reuse) for reuse in (0.3, 0.7)}
     return found | {"mooncake": Case(replayed, _FAST, None)}
@@ -90,7 +91,7 @@ def run(quick: bool, console: Console) -> Outcome:
     if folder is None:
         console.print("  ORBITSERVE_TRACES is not set: generated shapes alone")
     traces = None if folder is None else Path(folder)
-    seconds = 600.0 if quick else 1200.0
+    seconds = 900.0 if quick else 5400.0
     found: dict[str, Mapping[str, Result]] = {}
     names = list(cases(traces, seconds))
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
