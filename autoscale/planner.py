@@ -92,11 +92,12 @@ class Plans:
 
     def __init__(self, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> None:
         self._roles, self._settings = roles, settings
+        self._bounds = {role: each.bounds for role, each in roles.items()}
         goals = Goals(
             settings.ttft_s, settings.itl_s, settings.attainment, settings.headroom, settings.settle_s, settings.gpus
         )
         self._scaler = Scaler(
-            {role: each.bounds for role, each in roles.items()},
+            self._bounds,
             goals,
             gpus={role: each.gpus for role, each in roles.items()},
             stale_s=_LATE_PERIODS * settings.period_s,
@@ -118,6 +119,20 @@ class Plans:
         if last.decision is None or now - self._planned > _LATE_PERIODS * self._settings.period_s:
             return None
         return last.decision.target
+
+    def bound(self, role: Role, bounds: Bounds) -> None:
+        """Plan for a role within these bounds from now on.
+
+        Raises:
+            ValueError: they are not within those that its deployment has, or it is not planned for.
+        """
+        if role not in self._roles:
+            raise ValueError(f"{role} is not planned for; {', '.join(self._roles)} are")
+        most = self._roles[role].bounds
+        if not most.min <= bounds.min <= bounds.max <= most.max:
+            raise ValueError(f"{bounds.min} to {bounds.max} replicas of {role} are not within {most.min} to {most.max}")
+        self._bounds[role] = bounds
+        self._scaler.bound(role, bounds)
 
     def plan(self, signals: Mapping[Role, Mapping[str, Mapping[str, object]]], now: float, wall: float) -> None:
         """Plan by the signals of now."""
@@ -174,7 +189,7 @@ class Plans:
         roles = {}
         for role, last in self._last.items():
             counts = last.counts or Counts(len(last.signals), len(last.signals))
-            bounds = self._roles[role].bounds
+            bounds = self._bounds[role]
             roles[str(role)] = {
                 "min": bounds.min,
                 "max": bounds.max,
@@ -243,6 +258,13 @@ class Planner:
     async def target(self, role: str, running: int, target: int) -> int | None:
         """See `Plans.target`."""
         return self._plans.target(Role(role), running, target, time.monotonic())
+
+    async def bound(self, role: str, least: int, most: int) -> None:
+        """Keep a role between so many replicas until told otherwise, or until the planner starts anew.
+
+        For maintenance, and for measurements: `least` = `most` steers it there whatever its load. See `Plans.bound`.
+        """
+        self._plans.bound(Role(role), Bounds(least, most))
 
     async def end(self) -> None:
         """Make no further plans, and want no nodes."""

@@ -11,7 +11,8 @@
 | react    | replicas whose queue is too long for the limit, and still will be when one that starts now is ready |
 |          | do not count: as many more are needed meanwhile                                                     |
 | shrink   | only to what was enough all the time for as long as a start takes (ski rental: idle seconds that    |
-|          | were paid must have been worth a start), longer after each shrink that was taken back               |
+|          | were paid must have been worth a start), longer after each shrink that was taken back; and some     |
+|          | time after a growth (`settle_s`), unless the load fell by more than chance                          |
 | together | decode does not shrink while prefill grows; one change of a role at a time; a budget of GPUs goes    |
 |          | where it gains the most attainment                                                                  |
 | safety   | what is not known or stale: the target stays, and the reason says so; while some replicas do not    |
@@ -260,7 +261,8 @@ def _remembering(state: RoleState, now: float, count: int) -> Memory:
 
 
 def _look_back(state: RoleState) -> float:
-    measured = 0.0 if state.demand is None else state.demand.window_s  # a shorter look sees the same seconds again
+    # A look that is shorter than the measure sees the same seconds again, but for what came since a fall.
+    measured = 0.0 if state.demand is None or state.demand.has_fallen else state.demand.window_s
     return state.memory.hold * (max(state.start_s, measured) + state.reload_s)
 
 
@@ -280,7 +282,8 @@ def _grow(
 def _shrink(state: RoleState, memory: Memory, goals: Goals, now: float, enough: int, words: str) -> Decision:
     if now - memory.since < _look_back(state):
         return _stay(state, "holding", words, memory)
-    if now - memory.grown < goals.settle_s:
+    by_chance = state.demand is None or not state.demand.has_fallen
+    if by_chance and now - memory.grown < goals.settle_s:
         return _stay(state, "settling", words, memory)
     turned = memory.grown > memory.shrunk
     memory = replace(memory, shrunk=now, turns=memory.turns + turned)

@@ -75,6 +75,10 @@ class Scaler:
             for role, each in bounds.items()
         }
 
+    def bound(self, role: Role, bounds: Bounds) -> None:
+        """Plan for a role within these bounds from now on."""
+        self._roles[role].bounds = bounds
+
     def observe(self, now: float, signals: Mapping[Role, Mapping[str, Mapping[str, object]]]) -> None:
         """Take up the signals of the replicas of every role; a role that is left out has none."""
         for name, role in self._roles.items():

@@ -73,6 +73,7 @@ class Demand:
         sequences: sequences that decode, or wait for it.
         itl_s: time between two tokens as measured; None: not known.
         recent: load of the last `RECENT_S` seconds alone: noisy, and soon.
+        has_fallen: the window begins where the load fell by more than chance.
         is_partial: some replicas' signals are missing or stale; those are taken for the mean of the others.
         window_s: seconds that `load` is measured over.
         noise: standard deviation of means over `RECENT_S`, where a load is sampled; 0: it is counted by pieces.
@@ -86,6 +87,7 @@ class Demand:
     sequences: float = 0.0
     itl_s: float | None = None
     recent: float = 0.0
+    has_fallen: bool = False
     is_partial: bool = False
     window_s: float = 0.0
     noise: float = 0.0
@@ -111,6 +113,7 @@ class Demand:
 _MOST_VARIABILITY = 20.0
 _FEW = 8  # pieces of work, or samples, from which a variance says something
 _JUMP = 5.0  # standard errors: in an hour of plans chance brings none
+_BEFORE_FALL_S = 30.0
 _SAMPLED_S = 60.0  # of decode's pools, of which samples are kept
 _FEW_BLOCKS = 3
 _SAMPLED_JUMP = 5.0  # standard deviations
@@ -141,6 +144,7 @@ class Window:
         self._replicas: dict[str, tuple[float, dict[str, float]] | None] = {}  # arrival, signals; None: not known
         self._growth: deque[_Growth] = deque()
         self._shares: deque[tuple[float, float]] = deque()
+        self._fell = -math.inf  # when the load did
         self._demand: Demand | None = None
 
     def observe(self, now: float, replicas: Mapping[str, Mapping[str, object]]) -> None:
@@ -248,6 +252,40 @@ class Window:
         return (recent if jumped else statistics.fmean(means)), recent, noise
 
     def _working(self, latest: Mapping[str, Flat]) -> Demand | None:
+        demand = self._worked(latest)
+        if demand is not None and self._forget_before_fall(demand):
+            demand = self._worked(latest)
+        return demand
+
+    def _forget_before_fall(self, demand: Demand) -> bool:
+        """Let the window begin where the load fell by more than chance; False if it did not.
+
+        Of all ways to part it in two, the one whose means lie farthest apart, in standard errors: an adaptive window
+        (ADWIN, Bifet and Gavaldà 2007). By chance a few seconds have much more than their share of the work, and never
+        much less than none: rises are left to `Demand.has_jumped`, and what came before is measured over some time.
+        """
+        growth = list(self._growth)
+        began, now = growth[0].now, growth[-1].now
+        total, worked = sum(one.came_s for one in growth[1:]), 0.0
+        farthest, cut, last = _JUMP, 0, 0
+        for number, one in enumerate(growth[1:-1], 1):
+            worked += one.came_s
+            before, after = one.now - began, now - one.now
+            if before < _BEFORE_FALL_S or after < RECENT_S:
+                continue
+            error = math.hypot(demand.error(before), demand.error(after))
+            fall = (worked / before - (total - worked) / after) / error if error else 0.0
+            if fall > farthest:
+                farthest, cut = fall, number
+            last = number
+        if cut in (0, last):  # there is none, or it may lie later than can be told yet
+            return False
+        for _ in range(cut):
+            self._growth.popleft()
+        self._fell = self._growth[0].now
+        return True
+
+    def _worked(self, latest: Mapping[str, Flat]) -> Demand | None:
         """Work over the window: the first observation in it is where it begins."""
         began, now = self._growth[0].now, self._growth[-1].now
         if now - began < RECENT_S:  # of a few seconds a single request makes a burst
@@ -266,6 +304,7 @@ class Window:
             variability=min(_MOST_VARIABILITY, max(0.0, served) + max(1.0, self._arrivals(growth))),
             window_s=now - began,
             queues=tuple(values.get("queued_s", 0.0) for values in latest.values()),
+            has_fallen=began == self._fell,
         )
 
     def _arrivals(self, growth: Sequence[_Growth]) -> float:

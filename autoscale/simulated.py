@@ -9,10 +9,9 @@ answer, as `decode_workers.admission` does.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 
 import simpy
 
@@ -68,6 +67,7 @@ class Library:
         self._patches: OrderedDict[tuple[str, frozenset[str]], None] = OrderedDict()
         self._disks: dict[str, OrderedDict[str, None]] = {}
         self._disk_bytes: dict[str, float] = {}
+        self._only: defaultdict[str, int] = defaultdict(int)  # tokens of chunks that a replica alone holds
 
     def lacks(self, chunk: Chunk, before: Collection[str]) -> bool:
         """True if the chunk must be computed behind these others."""
@@ -101,38 +101,66 @@ class Library:
             disk.move_to_end(content)
             return
         disk[content] = None
-        self._holders.setdefault(content, set()).add(replica)
+        self._add(replica, content)
         used = self._disk_bytes.get(replica, 0.0) + tokens * self._machine.bytes_per_token
         while used > self._machine.disk_bytes:
             oldest, _ = disk.popitem(last=False)
-            self._holders[oldest].discard(replica)
+            self._remove(replica, oldest)
             used -= self._tokens[oldest] * self._machine.bytes_per_token
         self._disk_bytes[replica] = used
 
-    def only_at(self, replica: str) -> list[str]:
-        """Chunks that nobody else has, last used first."""
-        if self._shared:
-            return []
-        return [one for one in reversed(self._disks.get(replica, OrderedDict())) if len(self._holders[one]) == 1]
+    def _add(self, replica: str, content: str) -> None:
+        holders, tokens = self._holders.setdefault(content, set()), self._tokens[content]
+        if len(holders) == 1:
+            self._only[next(iter(holders))] -= tokens
+        holders.add(replica)
+        if len(holders) == 1:
+            self._only[replica] += tokens
 
-    def tokens_only_at(self, replica: str, most: int = 4096) -> int:
-        """Tokens of the last used chunks that nobody else has."""
-        return sum(self._tokens[one] for one in islice(self.only_at(replica), most))
+    def _remove(self, replica: str, content: str) -> None:
+        holders, tokens = self._holders[content], self._tokens[content]
+        holders.discard(replica)
+        if len(holders) == 1:
+            self._only[next(iter(holders))] += tokens
+        elif not holders:
+            self._only[replica] -= tokens
 
-    def hand_over(self, replica: str, to: Collection[str], most_bytes: float) -> None:
-        """Give what only a replica has to others, the last used first, as far as there is time for."""
-        targets = list(to)
-        for number, content in enumerate(self.only_at(replica)):
-            most_bytes -= self._tokens[content] * self._machine.bytes_per_token
-            if most_bytes < 0 or not targets:
-                return
+    def tokens_only_at(self, replica: str) -> int:
+        """Tokens of chunks that nobody else has."""
+        return 0 if self._shared else self._only[replica]
+
+    def end_costs_s(self, replica: str) -> float:
+        """Seconds that the end of a replica costs; as `kvstore.hand_over.at_stake`.
+
+        What it alone holds is to be handed over or computed again, whichever is less.
+        """
+        machine = self._machine
+        computing = machine.forward.added_seconds(1) + machine.encode_s_per_token
+        return self.tokens_only_at(replica) * min(computing, machine.bytes_per_token / machine.bytes_per_second)
+
+    def hand_over(self, replica: str, to: Collection[str], most_s: float) -> float:
+        """Give what only a replica has to others, the last used first, as far as there is time; returns the seconds.
+
+        Others find it at once; who calls lets the time pass.
+        """
+        targets, passed = list(to), 0.0
+        if self._shared or not targets:
+            return passed
+        alone = [one for one in reversed(self._disks.get(replica, OrderedDict())) if len(self._holders[one]) == 1]
+        for number, content in enumerate(alone):
+            seconds = self._tokens[content] * self._machine.bytes_per_token / self._machine.bytes_per_second
+            if passed + seconds > most_s:
+                break
+            passed += seconds
             self._keep_chunk(targets[number % len(targets)], content, self._tokens[content])
+        return passed
 
     def lose(self, replica: str) -> None:
         """A replica's node has gone."""
         for content in self._disks.pop(replica, ()):
-            self._holders[content].discard(replica)
+            self._remove(replica, content)
         self._disk_bytes.pop(replica, None)
+        self._only.pop(replica, None)
 
 
 @dataclass(eq=False, slots=True)
@@ -163,6 +191,7 @@ class Prefill:
     env: simpy.Environment
     library: Library
     linked: Callable[[Prefill, Job], None]
+    emptied: Callable[[Prefill], None]
     born: float = 0.0
     waiting: deque[Job] = field(default_factory=deque)
     running: list[Job] = field(default_factory=list)
@@ -237,6 +266,8 @@ class Prefill:
                 self._remember(chunk)
             self.linked(self, job)
         self._forward()
+        if not self.load:
+            self.emptied(self)
 
     def _remember(self, chunk: Chunk) -> None:
         if chunk.content in self.memory:
@@ -266,7 +297,7 @@ class Prefill:
             "load_s": self.load_s,
             "queued_s": self.queued_s,
             "waiting": self.load,
-            "only_here_s": 0.0,
+            "only_here_s": self.library.end_costs_s(self.name),
         }
 
 

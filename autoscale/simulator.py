@@ -1,7 +1,8 @@
 """Simulator of prefill and decode replicas that a policy scales under a trace, on SimPy.
 
 Routing is what the caller gives: the service's own (`serving.scaling`). A start takes as long as the machine's says,
-and is paid from the moment it is asked for; a replica that is to go takes no further request and ends what it has.
+and is paid from the moment it is asked for. A replica that is to go takes no further request, ends what it has, and
+hands over what only it has; it is paid until then.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class _Pool:
         self.paid, self._since = 0.0, 0.0
         self._number = self.starts = self.turns = 0
         self._direction = 0
-        self.on_leave: Callable[[Any, list[str]], None] = lambda replica, others: None
+        self.on_leave: Callable[[Any, list[str]], float] = lambda replica, others: 0.0
 
     @property
     def target(self) -> int:
@@ -213,16 +214,20 @@ class _Pool:
         name, replica = self.serving.popitem()
         self.router.keep(list(self.serving))
         self.draining[name] = replica
-        self.on_leave(replica, list(self.serving))
-        self.ended(replica)
+        self.emptied(replica)
 
-    def ended(self, replica: Any) -> None:
-        """A replica has ended a request: one that drains may be done."""
+    def emptied(self, replica: Any) -> None:
+        """A replica may have ended all that it had: one that drains hands over, and goes."""
         if replica.name in self.draining and not replica.load:
-            self.pay()
-            del self.draining[replica.name]
-            if self.role is Role.PREFILL:
-                replica.library.lose(replica.name)
+            seconds = self.on_leave(replica, list(self.serving))
+            self._env.timeout(seconds, replica).callbacks.append(self._gone)
+
+    def _gone(self, event: simpy.Event) -> None:
+        replica = event.value
+        self.pay()
+        del self.draining[replica.name]
+        if self.role is Role.PREFILL:
+            replica.library.lose(replica.name)
 
 
 class Simulation:
@@ -255,10 +260,11 @@ class Simulation:
         self.prefill = _Pool(Role.PREFILL, self.env, self._prefill, prefill_router)
         self.decode = _Pool(Role.DECODE, self.env, self._decode, decode_router)
         self._pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
-        self._hands_over, self._hand_over_bytes = hands_over, hand_over_s * machine.bytes_per_second
+        self._hand_over_s = hand_over_s if hands_over else 0.0
         self.prefill.on_leave = self._leave
         self._initial, self._progress = initial, progress
         self._jobs: list[Job] = []
+        self._came_s = 0.0  # of work for prefill, so far
         self._open = self.refused = 0
         self._ended = False
         self._linked: list[tuple[float, int, int]] = []  # time, reused, tokens of chunks
@@ -268,7 +274,8 @@ class Simulation:
         }
 
     def _prefill(self, name: str) -> Prefill:
-        return Prefill(name, self.machine, self.env, self.library, self._has_linked, self.env.now)
+        pool = self.prefill
+        return Prefill(name, self.machine, self.env, self.library, self._has_linked, pool.emptied, self.env.now)
 
     def _decode(self, name: str) -> Decode:
         return Decode(name, self.machine, self.env, self._has_ended, self.env.now, changed=self.env.now)
@@ -306,6 +313,7 @@ class Simulation:
             self.prefill.router.completed(name, job)
             self.refused += 1
             self._open -= 1
+        self._came_s += job.work_s
 
     def _has_linked(self, replica: Prefill, job: Job) -> None:
         self.prefill.router.completed(replica.name, job)
@@ -315,18 +323,17 @@ class Simulation:
             self._linked.append((self.env.now, job.reused, chunks))
         name = self.decode.router.choose(job, list(self.decode.serving))
         self.decode.serving[name].submit(job)
-        self.prefill.ended(replica)
 
     def _has_ended(self, replica: Decode, job: Job) -> None:
         self.decode.router.completed(replica.name, job)
         job.ended = self.env.now
         self._open -= 1
-        self.decode.ended(replica)
+        self.decode.emptied(replica)
 
-    def _leave(self, replica: Prefill, others: list[str]) -> None:
+    def _leave(self, replica: Prefill, others: list[str]) -> float:
+        """Seconds that a replica of prefill takes to hand over."""
         self._shrinks.append(self.env.now)
-        if self._hands_over:
-            self.library.hand_over(replica.name, others, self._hand_over_bytes)
+        return self.library.hand_over(replica.name, others, self._hand_over_s)
 
     def _reports(self) -> Any:
         while not self._ended:
@@ -352,19 +359,19 @@ class Simulation:
                 self._pools[role].scale(max(least, min(most, target)), start_s)
 
     def _watch(self) -> Any:
-        worked = 0.0
+        before_s = 0.0
         while not self._ended:
             yield self.env.timeout(60.0)
             if self._progress is not None:
                 self._progress(float(self.env.now))
-            done = sum(job.work_s for job in self._jobs)
             loads = [
                 max(one.reserved + one.awaited, 0) / self.machine.blocks_total for one in self.decode.serving.values()
             ]
-            values = (self.env.now, self.prefill.target, self.decode.target, (done - worked) / 60.0, sum(loads))
+            came = (self._came_s - before_s) / 60.0
+            values = (self.env.now, self.prefill.target, self.decode.target, came, sum(loads))
             for series, value in zip(self._timeline.values(), values, strict=True):
                 series.append(round(float(value), 4))
-            worked = done
+            before_s = self._came_s
 
     def _result(self) -> Result:
         for pool in self._pools.values():

@@ -7,7 +7,7 @@
 | Azure     | CSV: TIMESTAMP, ContextTokens, GeneratedTokens          | none: text                                  |
 | ServeGen  | folder of chunk-N-trace.csv and chunk-N-dataset.json    | images; the files name none: a stated share |
 |           |                                                         | of them repeats earlier ones, by Zipf's law |
-| generated | steady, diurnal, bursty (see `generated`)               | as of ServeGen                              |
+| generated | one of `SHAPES` (see `generated`)                       | as of ServeGen                              |
 """
 
 from __future__ import annotations
@@ -238,7 +238,17 @@ def _bursty(share: float) -> float:
     return BURSTY[min(int(share * len(BURSTY)), len(BURSTY) - 1)] / max(BURSTY)
 
 
-SHAPES: dict[str, Callable[[float], float]] = {"steady": _steady, "diurnal": _diurnal, "bursty": _bursty}
+def _wavering(share: float) -> float:
+    """Six waves between 1.9 and 2.1, over 2.1."""
+    return (2.0 + 0.1 * math.sin(12 * math.pi * share)) / 2.1
+
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "steady": _steady,
+    "diurnal": _diurnal,
+    "bursty": _bursty,
+    "wavering": _wavering,
+}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Trace = Annotated[
     str,
     typer.Option(
         help="File of Mooncake or Azure, folder of ServeGen, access log or its folder; or a shape: steady, diurnal, "
-        "bursty."
+        "bursty, wavering."
     ),
 ]
 Ttft = Annotated[float, typer.Option(min=0.001, help="Time to the first token that counts as good, in seconds.")]

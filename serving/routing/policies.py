@@ -278,8 +278,6 @@ class PrefillPolicy(Policy[PrefillReport]):
     """Prefill replicas by seconds: a prompt goes where most of it is in memory.
 
     Unless that replica's queue costs more than loading elsewhere.
-
-    Unless that replica's queue costs more than loading elsewhere.
     """
 
     role, kind, resolution = "prefill", PrefillReport, 1e-3
@@ -430,8 +428,6 @@ def pressure(load: Load, report: DecodeReport) -> float:
 
 class DecodePolicy(Policy[DecodeReport]):
     """Decode replicas by pressure: a sequence goes where the most KV is free for it.
-
-    What already waits there is served first.
 
     What already waits there is served first.
     """

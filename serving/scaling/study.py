@@ -50,13 +50,14 @@ class Loads:
 
 def loads_of(requests: Iterable[Request], machine: Machine) -> Loads:
     """Loads of a trace on a library that forgets nothing."""
-    replica = Prefill("all", machine, None, Library(machine, True), lambda *_: None)  # type: ignore[arg-type]
+    library, ignored = Library(machine, True), lambda *_: None
+    replica = Prefill("all", machine, None, library, ignored, ignored)  # type: ignore[arg-type]
     work: dict[Role, list[float]] = {Role.PREFILL: [], Role.DECODE: []}
     seconds: list[float] = []
     for request in requests:
         job = Job(request, "")
         replica.weigh(job)
-        replica.library.keep("all", request.chunks)
+        library.keep("all", request.chunks)
         own = job.work_s + machine.forward.added_seconds(machine.forward.fixed_tokens)
         seconds.append(own)
         _spread(work[Role.PREFILL], request.at, own, 1.0)

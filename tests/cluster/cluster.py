@@ -20,7 +20,7 @@ from tests.cluster.hosts import Host, Network
 REPOSITORY = Path(__file__).parents[2]
 HEAD = "a"
 PORT = 8100
-WORKER = {"worker": 10.0}  # resources of nodes for every role but the ingress
+WORKER = {"worker": 10.0, "prefill": 10.0, "decode": 10.0}  # resources of nodes for every role but the ingress
 _OBJECT_STORE_BYTES = 80_000_000  # Ray's least is 75 MB
 _START_SECONDS = 900.0
 _KEPT = ("PATH", "LANG", "LD_LIBRARY_PATH", "VIRTUAL_ENV")

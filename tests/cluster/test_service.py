@@ -157,3 +157,42 @@ def test_without_any_worker_clients_are_told_within_seconds(cluster: Cluster):
         cluster.join(letter, WORKER)
     well_on_both(cluster)
     assert right(ask(cluster, QUESTION))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_role_whose_only_node_is_killed_is_missed_within_seconds(cluster: Cluster, role: str):
+    """The other role stays, on the other node; a node with room for it brings the role back."""
+    cluster.network.hosts["b"].power_off()
+    cluster.join("b", {name: amount for name, amount in WORKER.items() if name != role})
+    b, c = (cluster.network.hosts[letter].address for letter in "bc")
+    deployments = {"prefill": "PrefillWorker", "decode": "DecodeWorker"}
+    wanted = {name: {c} if one == role else {b, c} for one, name in deployments.items()}
+    cluster.wait_until(
+        lambda: all(set(cluster.replicas().get(name, ())) == nodes for name, nodes in wanted.items()), 600, f"{wanted}"
+    )
+    cluster.wait_until(lambda: right(ask(cluster, QUESTION)), 120, "a right answer")
+    with ThreadPoolExecutor(4) as pool:
+        begun = threading.Event()
+        stream = pool.submit(ask, cluster, QUESTION, stream=True, began=begun, **LONG)
+        assert begun.wait(120)
+        cluster.network.hosts["c"].power_off()
+        killed = time.monotonic()
+        refused = [one.result() for one in at_once(pool, 2, cluster, QUESTION, mode="exact")]
+        if role == "decode":  # no other worker can go on with it
+            ended = stream.result()
+            assert time.monotonic() - killed < 2 * REFUSED_S
+            assert ended.error, ended
+            assert not ended.finished
+        refused.append(ask(cluster, QUESTION, mode="exact"))
+        late = ask(cluster, QUESTION, mode="exact", stream=True)
+    print(role, "refused after", [round(one.seconds, 1) for one in [*refused, late]])
+    assert [one.status for one in refused] == [503] * 3, refused
+    assert all(one.retry_after for one in refused), refused
+    assert late.status == 503 or (role == "decode" and late.error), "prefill may have given its first token"
+    assert not late.finished
+    assert all(one.seconds < REFUSED_S for one in [*refused, late]), [*refused, late]
+    cluster.join("c", WORKER)
+    cluster.wait_until(lambda: right(ask(cluster, QUESTION)), 600, f"an answer with {role} back")
+    cluster.network.hosts["b"].power_off()
+    cluster.join("b", WORKER)
+    well_on_both(cluster)

@@ -1,4 +1,7 @@
-"""One service over three hosts: ingress on a; a prefill and a decode worker on b and on c, keeper on one of these."""
+"""One service over three hosts: ingress on a; a prefill and a decode worker on b and on c, keeper on one of these.
+
+Each role asks its nodes for a resource of its name, so that a host may be given some roles alone.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def three_hosts(base: Path) -> Iterator[Cluster]:
 def configuration(store: dict[str, Any]) -> dict[str, Any]:
     """Two workers of a role on different nodes; small pools, since all of it is one machine."""
     on_workers = {"resources": {"worker": 1}}
-    one_a_node = {**on_workers, "replicas": 2, "max_replicas_per_node": 1, "threads": 1, "kv_cache_gib": 0.1}
+    one_a_node = {"replicas": 2, "max_replicas_per_node": 1, "threads": 1, "kv_cache_gib": 0.1}
     return {
         "model": {"path": str(weights(DEFAULT_MODEL)), "dtype": "float32", "max_model_len": 2048},
         "http": {"host": "0.0.0.0", "port": PORT},
@@ -58,12 +61,13 @@ def configuration(store: dict[str, Any]) -> dict[str, Any]:
         "patch": {**on_workers, "rank": 16},
         "prefill": {
             **one_a_node,
+            "resources": {"prefill": 1},
             "self_check": False,
             "loaded_bytes": 200_000_000,
             "fidelity": {"share": 0},
             "orbit_chunks": 0,
         },
-        "decode": {**one_a_node, "max_num_seqs": 8},
+        "decode": {**one_a_node, "resources": {"decode": 1}, "max_num_seqs": 8},
     }
 
 

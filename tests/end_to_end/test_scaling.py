@@ -6,12 +6,8 @@ Without a disk or any other tier: a chunk that is linked again after the shrink 
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from ray import serve
 
 from infra.reference import DEFAULT_MODEL
 from serving.deploy.launch import APPLICATION
+from tests.steady_load import SteadyLoad
 
 pytestmark = [pytest.mark.service, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -53,67 +50,6 @@ def replicas() -> tuple[int, int]:
     return running("PrefillWorker"), running("DecodeWorker")
 
 
-class Load:
-    """Clients that ask one after another until told to stop; answers by what was wrong with them, "" if nothing.
-
-    Args:
-        writers: ask for long answers about a few pages: work for decode.
-        readers: ask for a word about a page that is new each time: work for prefill.
-    """
-
-    _new = count(10_000)
-
-    def __init__(self, service: Service, writers: int, readers: int = 0) -> None:
-        self._service, self._ended = service, threading.Event()
-        self.answers: Counter[str] = Counter()
-        self._threads = [threading.Thread(target=self._write, args=(number,), daemon=True) for number in range(writers)]
-        self._threads += [threading.Thread(target=self._read, daemon=True) for _ in range(readers)]
-        for thread in self._threads:
-            thread.start()
-
-    def _write(self, number: int) -> None:
-        for asked in count():
-            if self._ended.is_set():
-                return
-            parts = user(f"Question {number}.{asked}: ", picture(500 - asked % 4), "?")
-            self.answers[self._failure(parts, 120)] += 1
-
-    def _read(self) -> None:
-        while not self._ended.is_set():
-            parts = user("Look: ", picture(next(self._new), width=336, height=336), "What is it?")
-            self.answers[self._failure(parts, 2)] += 1
-
-    def _failure(self, messages: list[dict[str, object]], tokens: int) -> str:
-        body = self._service.body(messages, max_tokens=tokens, ignore_eos=True, stream=True)
-        try:
-            with httpx.stream("POST", f"{self._service.url}/v1/chat/completions", json=body, timeout=300) as response:
-                if response.status_code != 200:
-                    return f"{response.status_code}: {response.read()!r}"
-                lines = [line for line in response.iter_lines() if line]
-        except httpx.HTTPError as error:
-            return repr(error)
-        if lines[-1] != "data: [DONE]":
-            return f"cut: {lines[-1]}"
-        reason = None
-        for line in lines[:-1]:
-            with suppress(LookupError):
-                reason = json.loads(line[len("data: ") :])["choices"][0]["finish_reason"] or reason
-        return "" if reason == "length" else f"ended by {reason}"
-
-    def __enter__(self) -> Load:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-
-    def stop(self) -> Counter[str]:
-        """Wait for the answers under way; returns all of them."""
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
-        return self.answers
-
-
 def until(service: Service, prefill: int, decode: int) -> None:
     """Wait for so many replicas; what the planner says is told if they do not come."""
     try:
@@ -131,7 +67,8 @@ def test_roles_grow_and_shrink_under_load_and_neither_an_answer_nor_a_chunk_is_l
     scaled.settle()
     assert replicas() == (1, 1)
     began = time.monotonic()
-    with Load(scaled, 9, 3) as many, Load(scaled, 1) as few:
+    url, name = scaled.url, scaled.model
+    with SteadyLoad(url, name, 9, 3) as many, SteadyLoad(url, name, 1) as few:
         until(scaled, 2, 2)
         grown = time.monotonic() - began
         for page in PAGES:  # each by one of the two

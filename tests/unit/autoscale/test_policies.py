@@ -137,6 +137,13 @@ def test_a_shrink_waits_as_long_as_a_start_takes_and_for_the_settling_time():
     )
 
 
+def test_a_fall_that_is_no_chance_need_not_wait_until_a_growth_has_settled():
+    memory = Memory(enough=((800.0, 1),), since=800.0, grown=990.0)
+    assert decided(state(1.0, 6, memory=memory)).reason == "settling"
+    fallen = replace(demand(1.0), has_fallen=True)
+    assert decided(state(None, 6, demand=fallen, memory=memory)).reason == "shrink"
+
+
 def test_what_only_the_victim_has_makes_a_shrink_wait_longer():
     memory = Memory(enough=((875.0, 1),), since=875.0)
     assert decided(state(1.0, 6, start_s=100.0, memory=memory)).reason == "shrink"

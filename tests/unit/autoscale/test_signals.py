@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoscale.signals import Demand, Role, Window, known
@@ -116,6 +117,36 @@ def test_a_burst_shows_in_the_last_seconds_and_chance_does_not():
         window.observe(now, {"a": {**PREFILL, "clock": now + 1, **done}})
         if window.demand is not None:
             assert window.demand.has_jumped == (now >= 52)
+
+
+def test_a_window_begins_anew_where_the_load_falls_by_more_than_chance():
+    window = Window(Role.PREFILL)
+    links = 0.0
+    for now in range(0, 90, 2):
+        links += 2 * (8.0 if now <= 60 else 1.0)
+        done = {"links": links, "compute_s": links / 2, "compute_s2": links / 4}
+        window.observe(now, {"a": {**PREFILL, "clock": now + 1, **done}})
+        if now == 60:
+            assert window.demand is not None
+            assert (window.demand.load, window.demand.window_s) == (pytest.approx(4.0), 60)
+            assert not window.demand.has_fallen
+    assert window.demand is not None
+    assert window.demand.load == pytest.approx(0.5), "and nothing of what came before"
+    assert window.demand.window_s == 28
+    assert window.demand.has_fallen
+
+
+def test_a_load_that_varies_by_chance_keeps_its_window():
+    rng = np.random.default_rng(3)
+    window, links, work, squares = Window(Role.PREFILL), 0.0, 0.0, 0.0
+    for now in range(0, 3600, 2):
+        sizes = rng.exponential(1.0, rng.poisson(4.0))
+        links, work, squares = links + len(sizes), work + sizes.sum(), squares + (sizes**2).sum()
+        done = {"links": links, "compute_s": work, "compute_s2": squares}
+        window.observe(now, {"a": {**PREFILL, "clock": now + 1, **done}})
+        if now >= 120:
+            assert window.demand is not None
+            assert window.demand.window_s == 120
 
 
 def test_decode_counts_blocks_or_sequences_whichever_is_more():

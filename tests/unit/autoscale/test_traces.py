@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autoscale.traces import BadTrace, generated, opened, servegen
@@ -63,6 +64,13 @@ def test_a_bursty_shape_follows_its_rates():
     requests = list(generated("bursty", 15.0, 600.0, seed=1))
     counts = [sum(100 * i <= one.at < 100 * (i + 1) for one in requests) / 100 for i in range(6)]
     assert counts == pytest.approx([15, 2, 10, 15, 5, 2], rel=0.25)
+
+
+def test_a_wavering_shape_stays_within_a_twentieth_of_its_mean():
+    times = [one.at for one in generated("wavering", 21.0, 600.0, seed=1)]
+    waves = np.array([np.exp(12j * np.pi * at / 600.0) for at in times])
+    assert len(times) == pytest.approx(12_000, rel=0.03)
+    assert 2 * abs(waves.mean()) == pytest.approx(0.05, abs=0.03), "0.1 of 2"
 
 
 @pytest.mark.parametrize(

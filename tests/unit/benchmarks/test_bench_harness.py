@@ -28,6 +28,7 @@ UNRECORDED = {
     "elastic",
     "lazy",
     "mrag",
+    "scale-down",
     "turns",
     "video-segments",
     "video-window",

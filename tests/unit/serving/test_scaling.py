@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,22 @@ def test_what_only_the_replica_that_goes_has_is_handed_over(hands_over: bool, ag
     controller = Shrinks({}, period_s=5.0)
     result = simulated(requests, (2, 1), controller=controller, hands_over=hands_over)
     assert max(result.ttft_s[2:]) == pytest.approx(again, abs=0.05)
+
+
+def test_a_replica_that_goes_is_paid_until_it_has_ended_its_requests_and_handed_over():
+    class Shrinks(Static):
+        def targets(self, view: Any, now: float) -> dict[Role, int]:
+            return {Role.PREFILL: 1 if now >= 20 else 2}
+
+    slow = replace(MACHINE, bytes_per_second=57_344 * 100)  # 100 tokens a second
+    pages = [Chunk(f"page-{i}", 1000) for i in range(2)]
+    crowd = [Request(0.0, 100, (page,), 2) for page in pages] + [Request(60.0, 100, (), 2)]
+    initial, paid = {Role.PREFILL: 2, Role.DECODE: 1}, []
+    for hands_over in (True, False):
+        shrinks = Shrinks({}, period_s=5.0)
+        run = Simulation(shrinks, slow, LIMITS, routers, initial=initial, hands_over=hands_over).run(crowd)
+        paid.append(run.replica_seconds["prefill"] - run.seconds)
+    assert paid == pytest.approx([30.0, 20.0], abs=1.5), "10 s for its page"
 
 
 def test_a_start_is_paid_from_when_it_is_asked_for_and_serves_when_it_is_ready():
@@ -219,6 +236,27 @@ def test_a_replica_that_is_late_once_loses_nothing_that_it_has_counted():
     assert window.demand is not None
     assert window.demand.load == pytest.approx(1.0, abs=0.02)
     assert not window.demand.is_partial, "it is not stale yet"
+
+
+def test_bounds_that_are_moved_steer_a_role_whatever_its_load():
+    settings = AutoscaleSettings(mode=Mode.ACT, ttft_s=4.0)
+    plans = Plans({Role.PREFILL: Scaled("PrefillWorker", Bounds(1, 8))}, settings)
+
+    def told(now: float, running: int) -> int | None:
+        plans.target(Role.PREFILL, running, running, now)
+        plans.plan({Role.PREFILL: {"a": busy(now, 0.1)}}, now, 1e9 + now)
+        return plans.target(Role.PREFILL, running, running, now)
+
+    plans.bound(Role.PREFILL, Bounds(3, 3))
+    assert told(2.0, 1) == 3
+    status = plans.status()["roles"]["prefill"]
+    assert (status["min"], status["max"], status["reason"]) == (3, 3, "bounds")
+    plans.bound(Role.PREFILL, Bounds(1, 1))
+    assert told(4.0, 3) == 1, "at once"
+    with pytest.raises(ValueError, match="0 to 8 replicas of prefill are not within 1 to 8"):
+        plans.bound(Role.PREFILL, Bounds(0, 8))
+    with pytest.raises(ValueError, match="decode is not planned for; prefill are"):
+        plans.bound(Role.DECODE, Bounds(1, 1))
 
 
 class Asked:
