@@ -72,7 +72,7 @@ class Api:
         self._folder, self._embedder = folder, embedder
         self.retrievers = [self.retriever() for _ in range(retrievers)]
         self.retrieval = Retrieval(self.stores, self)
-        pdfs = PdfPages(self.documents, self.files.parts, 33_000_000)
+        pdfs = PdfPages(self.documents, self.files, 33_000_000)
         self.media = MediaResolver(HttpSettings(), self.files, self.stores, Documents(Letters()), pdfs=pdfs)
         self.app = FastAPI()
         self.app.include_router(files_router(self.files, self.stores, self.media, 1 << 20, self._forget))
