@@ -47,6 +47,7 @@ _HTML = re.compile(
     rb"(?:\xef\xbb\xbf)?(?:\s++|<\?xml[^>]*+>|(?><!--.*?-->))*+<(?:!doctype\s+html|html)\b", re.DOTALL | re.IGNORECASE
 )
 _HTML_WITHIN = 4096
+_AS_TEXT = ("--infilter=HTML (StarWriter)",)  # else it is laid out as a web page, whose first page is an empty one
 # What a file may not have LibreOffice do: run its macros, or read other files and addresses.
 _PROFILE = """<?xml version="1.0" encoding="UTF-8"?>
 <oor:items xmlns:oor="http://openoffice.org/2001/registry">
@@ -128,6 +129,7 @@ def to_pdf(data: bytes, kind: str, settings: DocumentSettings) -> bytes:
         _run(
             [
                 *(command, f"-env:UserInstallation={profile.as_uri()}", "--headless", "--norestore", "--nolockcheck"),
+                *(_AS_TEXT if kind == "html" else ()),
                 *("--convert-to", "pdf", "--outdir", str(folder), str(folder / f"file.{kind}")),
             ],
             folder,
