@@ -31,12 +31,13 @@ def docx(*lines: str) -> bytes:
     )
 
 
-def odt(*lines: str, linked: str | None = None) -> bytes:
-    """An OpenDocument text with these paragraphs, and a section that is read from the address `linked`."""
+def odt(*lines: str, image: str | None = None) -> bytes:
+    """An OpenDocument text with these paragraphs, and a picture that is read from the address `image`."""
     body = "".join(f"<text:p>{escape(line)}</text:p>" for line in lines)
-    if linked is not None:
-        source = f'<text:section-source xlink:href="{linked}" xlink:type="simple"/>'
-        body += f'<text:section text:name="linked">{source}<text:p/></text:section>'
+    if image is not None:
+        place = 'text:anchor-type="as-char" svg:width="2cm" svg:height="2cm"'
+        linked = f'<draw:image xlink:href="{image}" xlink:type="simple"/>'
+        body += f"<text:p><draw:frame {place}>{linked}</draw:frame></text:p>"
     return _open_document("text", f"<office:text>{body}</office:text>")
 
 

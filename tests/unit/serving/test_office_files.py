@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from office_support import docx, odp, odt, stand_in, zipped
 from pdf_support import pdf
+from PIL import Image
 from waiting import wait_for
 
 from kvstore.uploads.files import FileStore
@@ -27,7 +28,7 @@ from serving.api_keys import KeyRing
 from serving.cli.doctor import check_office
 from serving.documents import office
 from serving.documents.passages import tokens_of
-from serving.documents.pdf import UnreadablePdf, read_pages
+from serving.documents.pdf import UnreadablePdf, picture, read_pages
 from serving.documents.settings import DocumentSettings
 from serving.frontend.errors import InvalidRequest
 from serving.retrieval.parts import FileSplitter, UnusableFile
@@ -254,11 +255,12 @@ def test_libreoffice_converts_every_kind(kind: str, data: bytes):
 
 @REAL
 def test_libreoffice_reads_no_file_that_a_document_names(tmp_path: Path):
-    secret = tmp_path / "secret.txt"
-    secret.write_text("the keys of the service")
-    url = secret.as_uri()
-    framed = f'<!doctype html><p>words<iframe src="{url}"></iframe><object data="{url}" type="text/plain"></object>'
-    for kind, data in (("odt", odt("words", linked=url)), ("html", framed.encode())):
-        _, pages = read_pages(office.to_pdf(data, kind, DocumentSettings()), SETTINGS, text=True)
-        assert "words" in pages[0].text
-        assert all("keys" not in page.text for page in pages)
+    """Which it does without a profile that forbids it: the page shows the picture then."""
+    red = 255, 0, 0
+    Image.new("RGB", (50, 50), red).save(tmp_path / "secret.png")
+    url = (tmp_path / "secret.png").as_uri()
+    shown = f'<!doctype html><p>words<img src="{url}" width="50" height="50">'
+    for kind, data in (("odt", odt("words", image=url)), ("html", shown.encode())):
+        _, (page,) = read_pages(office.to_pdf(data, kind, DocumentSettings()), SETTINGS, text=True, pixels=True)
+        assert page.text == "words\n"
+        assert red not in {colour for _, colour in picture(page).getcolors(1 << 20)}
