@@ -117,6 +117,11 @@ class StoreIndex:
         return file in self._files
 
     @property
+    def vector_bytes(self) -> int:
+        """Memory of the vectors, those of files that were removed just now included."""
+        return self._vectors.nbytes
+
+    @property
     def files(self) -> Sequence[str]:
         """Ids of the files in it."""
         return list(self._files)

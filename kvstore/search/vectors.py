@@ -47,6 +47,11 @@ class VectorIndex:
     def __len__(self) -> int:
         return len(self._starts.filled) - 1
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the vectors, without room to grow."""
+        return vector_bytes(self._size, self.dims)
+
     def append(self, vectors: Array) -> None:
         """Add the next row: [m, dims] numbers, m may be 0.
 
@@ -128,6 +133,11 @@ class VectorIndex:
             new = np.zeros((capacity, *old.shape[1:]), old.dtype)
             new[: self._size] = old[: self._size]
             setattr(self, name, new)
+
+
+def vector_bytes(count: int, dims: int) -> int:
+    """Memory of so many vectors: in fp16 and int8, with a scale and a row's number."""
+    return count * (3 * dims + 8)
 
 
 def warm_up() -> None:

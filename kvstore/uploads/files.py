@@ -28,6 +28,7 @@ from kvstore.uploads.ids import DIGITS, Place, new_id, place_of, stamp_of
 from kvstore.uploads.json_objects import JsonObjects
 from kvstore.uploads.parts import PartsJournal
 from kvstore.uploads.pending_deletions import PendingDeletions
+from kvstore.uploads.renditions import Renditions
 
 _ID = re.compile(rf"file-{DIGITS}")
 _PREFIX = "file-"
@@ -87,6 +88,7 @@ class FileStore:
             self.tier = tier_for_url(str(location), self.settings.storage_options)
         self.pending_deletions = PendingDeletions(self.tier)
         self.parts = PartsJournal(self.tier)
+        self.renditions = Renditions(self.tier, self.pending_deletions)
         self._objects = JsonObjects(self.tier, FileObject, immutable=True)
         self._creating: dict[str, threading.Lock] = {}  # by tenant: a quota is checked and used up in one step
 

@@ -28,7 +28,7 @@ class PartsJournal:
 
     def note(self, content: str, tenant: str, form: str, count: int) -> list[str]:
         """Note that a file was taken apart; returns its parts' content ids."""
-        key = f"{_folder(content, tenant)}{form}.{count}"
+        key = f"{folder_of(content, tenant)}{form}.{count}"
         if key not in self._noted:
             self._tier.put(key, [pa.py_buffer(b"")])
             if len(self._noted) > 1 << 16:
@@ -38,17 +38,18 @@ class PartsJournal:
 
     def of(self, content: str, tenant: str) -> list[str]:
         """Content ids of all parts of a file."""
-        noted = (_NOTED.fullmatch(key) for key in self._tier.keys(_folder(content, tenant)))
+        noted = (_NOTED.fullmatch(key) for key in self._tier.keys(folder_of(content, tenant)))
         return [
             part_id(content, match["form"], number) for match in noted if match for number in range(int(match["count"]))
         ]
 
     def settle(self, content: str, tenant: str) -> None:
         """Forget a file's parts: nothing that derives from them is left."""
-        keys = list(self._tier.keys(_folder(content, tenant)))
+        keys = list(self._tier.keys(folder_of(content, tenant)))
         self._noted.difference_update(keys)
         self._tier.delete_all(keys)
 
 
-def _folder(content: str, tenant: str) -> str:
+def folder_of(content: str, tenant: str) -> str:
+    """Prefix of the keys that go when nothing derives from a file any more."""
     return f"{_ROOT}{tenant_digest(owner_of(tenant, content))}/{content}/"

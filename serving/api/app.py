@@ -177,7 +177,7 @@ async def build_api(
     def is_processed(content: str) -> bool:
         return cache is not None and cache.is_cached([content])[0]
 
-    pdfs = PdfPages(config.documents, files.parts, http.max_image_pixels)
+    pdfs = PdfPages(config.documents, files, http.max_image_pixels)
     has_images = not model.is_text_only
     clips = Clips.of(client.renderer, config.video)
     media = MediaResolver(http, files, stores, documents, longest, limits, is_processed, pdfs, has_images, clips)

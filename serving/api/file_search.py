@@ -32,7 +32,7 @@ from serving.frontend.engine_client import LinkedEngineClient
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import RequestTrace, RetrievalReport, RoundReport
-from serving.frontend.rounds import RoundLog
+from serving.frontend.rounds import RetrievalSite, RoundLog
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class FileSearch:
         self._client, self._render, self._trace, self._parser = client, render, trace, parser
         self._request = request
         self._numbers: dict[tuple[str, int], int] = {}  # of what stands in the prompt, by file and part
-        self._site: int | None = None  # token behind the first search's pages
+        self._site = RetrievalSite()
 
     def call_params(self, params: SamplingParams) -> SamplingParams:
         """Sampling of a forced call: nothing but its arguments."""
@@ -153,7 +153,7 @@ class FileSearch:
         turn = await self._turn(report, new, results, arguments, following, self._room(segments, token_ids))
         ended = bool(token_ids) and token_ids[-1] in self._client.end_tokens
         turn_tokens = turn.behind(1) if ended and turn.token_ids[0] in self._client.end_tokens else turn
-        prompt = self._joined(segments, token_ids, turn_tokens)
+        prompt = self._site.joined(segments, token_ids, turn_tokens)
         retrieval = self._trace.report.retrieval
         assert retrieval is not None
         number_chunks(retrieval, self._trace.found, [span.content for span in prompt.chunks])
@@ -323,19 +323,6 @@ class FileSearch:
         if segments.token_ids[:at] != head[:at] or len(segments.chunks) != wanted:
             return None
         return segments.behind(at)
-
-    def _joined(self, segments: Segments, token_ids: Sequence[int], turn: Segments) -> Segments:
-        """The next prompt. Pages of later searches stand beside those of the first one."""
-        said = Segments([*segments.token_ids, *token_ids], segments.chunks, segments.items)
-        if self._site is None or not turn.chunks:
-            at = len(said.token_ids)
-            if turn.chunks:
-                self._site = at + turn.chunks[-1].stop
-            return said.spliced(at, turn)
-        pages, words = turn.apart()
-        site, self._site = self._site, self._site + len(pages.token_ids)
-        said = said.spliced(site, pages)
-        return said.spliced(len(said.token_ids), words)
 
 
 def of_all_rounds(usage: Mapping[str, Any], log: RoundLog) -> dict[str, Any]:

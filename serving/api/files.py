@@ -54,10 +54,10 @@ def files_router(
     router = APIRouter(prefix="/v1/files", tags=["files"])
     reading = asyncio.Semaphore(_IN_MEMORY)
 
-    @router.post("", summary="Upload an image or a text document")
+    @router.post("", summary="Upload an image, document or video")
     async def create(
         request: Request,
-        file: Annotated[UploadFile, File(description="An image, or UTF-8 text.")],
+        file: Annotated[UploadFile, File(description="An image, UTF-8 text, a PDF or office file, a video.")],
         purpose: Annotated[Purpose, Form(description="What the file is for.")],
         anchor: Annotated[Any, _expiry_field("anchor", "created_at.")] = None,
         seconds: Annotated[Any, _expiry_field("seconds", "Lifetime in seconds from the upload.")] = None,

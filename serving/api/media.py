@@ -6,8 +6,9 @@ handed to vLLM as the item's uuid, so that the processor cache, the chunk's keys
 repeated image is opened lazily and never decoded.
 
 A file that is text and no image becomes a document: a text chunk (see `serving.frontend.documents`). Of a file with
-several pictures (GIF, TIFF, AVIF) the first is taken, as vLLM does; of an ICO the largest. A `video_url` part, or a
-file that is MP4, MOV, WebM or MKV, becomes clips (see `serving.api.clips`).
+several pictures (GIF, TIFF, AVIF) the first is taken, as vLLM does; of an ICO the largest. A PDF or office file becomes
+pages (see `serving.api.pdf_pages`); a `video_url` part, or a file that is MP4, MOV, WebM or MKV, clips (see
+`serving.api.clips`).
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from serving.api.pdf_pages import OpenedPdf, PdfPages
 from serving.api.pixel_budget import PixelBudget, PixelReservation
 from serving.api.pixels import DeferredImage, UnreadablePixels
 from serving.api.retrieval import Result
+from serving.documents.office import has_pages
 from serving.documents.passages import as_text
-from serving.documents.pdf import UnreadablePdf, is_pdf
+from serving.documents.pdf import UnreadablePdf
 from serving.documents.video import is_video
 from serving.frontend.documents import Documents, Mark
 from serving.frontend.errors import InvalidRequest
@@ -251,7 +253,7 @@ class MediaResolver:
         """An image, not decoded yet, or what stands for a document; of a PDF its pages, of a video its clips."""
         if part["type"] == "file":
             data, owner, is_stored = await self._file(part, tenant, where)
-            if self._pdfs is not None and is_pdf(data):
+            if self._pdfs is not None and has_pages(data):
                 content = owned_content_id(data, owner, self._secret)
                 opened = await asyncio.to_thread(self._pdfs.open, data, content, owner, where, is_stored)
                 return [*await self._pages(opened, self._pdfs.numbers(opened, pages), where, images, characters)]
@@ -414,7 +416,7 @@ class MediaResolver:
             NotFound: no such file for this tenant. InvalidRequest: a PDF that cannot be read.
         """
         data, owner, _ = await self._file({"file": {"file_id": file_id}}, tenant, "file")
-        if self._pdfs is None or not is_pdf(data):
+        if self._pdfs is None or not has_pages(data):
             return None
         content = owned_content_id(data, owner, self._secret)
         opened = await asyncio.to_thread(self._pdfs.open, data, content, owner, "file", True)
@@ -455,7 +457,7 @@ class MediaResolver:
         if is_video(data):
             content = owned_content_id(data, owner, self._secret)
             return self._opener(where).open(data, content, VideoOptions(), where)
-        if purpose != "vision" and self._pdfs is not None and is_pdf(data):
+        if purpose != "vision" and self._pdfs is not None and has_pages(data):
             content = owned_content_id(data, owner, self._secret)
             return self._pdfs.open(data, content, owner, where, is_stored=True)
         if purpose != "vision":

@@ -4,6 +4,7 @@
 |-------------------|---------------------------------------------------------------------------|--------------|
 | packages          | compares installed versions with the lock file                            | here         |
 | processor, memory, disk, ports | reads what the system says                                   | here         |
+| LibreOffice       | looks for what makes pages of office files; one may do without            | here         |
 | library, files    | stores, reads and deletes a blob in the configured directories and URLs   | here         |
 | torch             | imports torch and torchvision                                             | own process  |
 | build tools       | looks for what Triton builds its launchers with (GPUs)                    | here         |
@@ -55,6 +56,7 @@ from serving.cli.doctor_gpu import check_build_tools, probe_gpus, probe_nixl
 from serving.cli.findings import CheckResult
 from serving.config import OrbitServeConfig
 from serving.deploy.gpu_fit import reserved
+from serving.documents.office import converter
 
 GIB = 1 << 30
 DEFAULT_PORTS = (8000,)  # HTTP
@@ -106,6 +108,7 @@ def run_doctor(
     lock, pinned = lock_file("cpu" if is_cpu_build() else "gpu"), Path(sys.prefix, "environment.stamp").exists()
     results = [check_packages(lock, pinned), check_processor(), check_memory(checkpoint), check_disk(_on_disk(library))]
     results += [check_port(port, host) for port in ports]
+    results.append(check_office())
     results += check_library(library) if library is not None else []
     results += [check_files(*files)] if files is not None else []
     results += run_probe("torch", remedy="run `make setup`; `.venv/bin/python -c 'import torchvision'` shows the error")
@@ -236,6 +239,12 @@ def _serves(port: int, host: str) -> bool:
     except (httpx.HTTPError, ValueError):
         return False
     return isinstance(said, dict) and said.get("status") in ("ok", "unhealthy")
+
+
+def check_office() -> CheckResult:
+    """Say whether office files can be read here; a deployment may do without."""
+    missing = "not installed: docx, pptx, odt, odp and html files are refused"
+    return CheckResult("LibreOffice", True, converter() or missing)
 
 
 def check_library(settings: LibrarySettings) -> list[CheckResult]:

@@ -1,4 +1,4 @@
-"""Settings of documents: how PDFs become pages, and the bounds on reading them."""
+"""Settings of documents: how files become pages, and the bounds on reading them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from serving.settings import MIB, Settings
 
 
 class DocumentSettings(Settings):
-    """Pages of PDFs."""
+    """Pages of PDFs and office files."""
 
     dpi: int = Field(
         96,
@@ -17,7 +17,7 @@ class DocumentSettings(Settings):
         description="Dots per inch at which pages are drawn. A page drawn otherwise is another chunk; the model's "
         "processor may make it smaller.",
     )
-    max_pdf_bytes: int = Field(32 * MIB, ge=1, description="Largest PDF, as sent or uploaded.")
+    max_pdf_bytes: int = Field(32 * MIB, ge=1, description="Largest PDF or office file, as sent or uploaded.")
     max_pdf_pages: int = Field(2000, ge=1, description="Most pages of a PDF.")
     pdf_timeout_s: float = Field(
         60.0, gt=0, description="Time in which a PDF, or those of its pages that a request names, must be read."
@@ -25,7 +25,15 @@ class DocumentSettings(Settings):
     pdf_memory_bytes: int = Field(
         1024 * MIB, ge=128 * MIB, description="Address space of the process that reads one PDF."
     )
-    readers: int = Field(2, ge=1, description="PDFs that one replica reads at once; further ones wait.")
+    office_timeout_s: float = Field(
+        120.0, gt=0, description="Time in which LibreOffice must convert an office file (docx, pptx, odt, odp, html)."
+    )
+    office_memory_bytes: int = Field(
+        4096 * MIB, ge=512 * MIB, description="Address space of each of LibreOffice's processes for one file."
+    )
+    readers: int = Field(
+        2, ge=1, description="PDFs and office files that one replica reads at once; further ones wait."
+    )
 
 
 class VideoSettings(Settings):

@@ -41,6 +41,26 @@ class RoundLog:
         self.prompt_tokens = self.cached_tokens = 0
 
 
+class RetrievalSite:
+    """Place in an answer's prompts where pages stand: those of later searches beside those of the first."""
+
+    def __init__(self) -> None:
+        self._end: int | None = None  # token behind the pages; None: there are none yet
+
+    def joined(self, segments: Segments, token_ids: Sequence[int], turn: Segments) -> Segments:
+        """The next prompt: the last one, the tokens that were generated behind it, and the tool's turn."""
+        said = Segments([*segments.token_ids, *token_ids], segments.chunks, segments.items)
+        if self._end is None or not turn.chunks:
+            at = len(said.token_ids)
+            if turn.chunks:
+                self._end = at + turn.chunks[-1].stop
+            return said.spliced(at, turn)
+        pages, words = turn.apart()
+        site, self._end = self._end, self._end + len(pages.token_ids)
+        said = said.spliced(site, pages)
+        return said.spliced(len(said.token_ids), words)
+
+
 class ToolRounds(Protocol):
     """A tool that the service answers itself."""
 

@@ -1,4 +1,4 @@
-"""Vector stores in the offline caching job: pictures, and pages of PDFs, file by file.
+"""Vector stores in the offline caching job: pictures, and pages of documents, file by file.
 
     vs_…  →  manifest: a picture an entry, and RUN pages of a PDF, which a search shows in this order when it finds them
     entry →  vector-store:///vs_…/file-…?page=3  →  content id, and the picture when something of it is missing
@@ -26,8 +26,9 @@ from serving.api.errors import TooLarge
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.api.pdf_pages import OpenedPdf, PdfPages
 from serving.config import OrbitServeConfig
+from serving.documents.office import has_pages
 from serving.documents.passages import as_text
-from serving.documents.pdf import UnreadablePdf, is_pdf
+from serving.documents.pdf import UnreadablePdf
 from serving.frontend.errors import InvalidRequest
 from serving.offline.precompute_manifest import ManifestError
 
@@ -52,12 +53,12 @@ class StorePictures:
 
     def __init__(self, config: OrbitServeConfig, files: FileStore, media: MediaResolver) -> None:
         self._files, self._stores, self._media = files, VectorStores(files), media
-        self._pdfs = PdfPages(config.documents, files.parts, config.http.max_image_pixels)
+        self._pdfs = PdfPages(config.documents, files, config.http.max_image_pixels)
 
     def rows(self, store: str) -> Iterator[dict[str, Any]]:
         """Rows of a manifest of all files of a store, in the order in which they were added.
 
-        A PDF that cannot be read is a row, too, and fails by name.
+        A document that cannot be read is a row, too, and fails by name.
 
         Raises:
             StoreError: there is no such store, or it cannot be read.
@@ -102,7 +103,7 @@ class StorePictures:
     def _pages(self, reference: Reference) -> int | None:
         """Pages of a PDF; 0: a picture, or a PDF that cannot be read; None: a text."""
         data = self._stores.bytes_of(reference)
-        if is_pdf(data):
+        if has_pages(data):
             try:
                 return len(self._opened(reference).sizes)
             except (InvalidRequest, TooLarge):
@@ -129,7 +130,7 @@ def manifest_of(location: str, config: OrbitServeConfig) -> Iterator[str]:
         except StoreError as error:
             raise ManifestError(f"{location}: {error}") from error
         if not lines:
-            raise ManifestError(f"{location}: the vector store has neither pictures nor PDFs")
+            raise ManifestError(f"{location}: the vector store has neither pictures nor pages")
         path.write_text("\n".join(lines) + "\n")
         yield str(path)
 

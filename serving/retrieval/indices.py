@@ -23,6 +23,7 @@ from kvstore.records.record import EmbeddingRecord
 from kvstore.search.grown import Array
 from kvstore.search.index import Found, IndexedFile, Query, StoreIndex
 from kvstore.search.record import index_record, read_index_record
+from kvstore.search.vectors import vector_bytes
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.index_states import State
 from kvstore.uploads.vector_stores import Reference, VectorStores
@@ -82,6 +83,11 @@ class StoreIndices:
     def parts(self) -> int:
         """Number of parts in all indices."""
         return sum(map(len, self._indices.values()))
+
+    @property
+    def vector_bytes(self) -> int:
+        """Memory of the vectors in all indices."""
+        return sum(index.vector_bytes for index in self._indices.values())
 
     @property
     def waiting(self) -> int:
@@ -294,6 +300,11 @@ class StoreIndices:
             vectors = []
             for at in range(0, len(taken.items), _EMBEDDED_AT_ONCE):
                 vectors += await self._embedder.embed_documents(taken.items[at : at + _EMBEDDED_AT_ONCE])
+            count = sum(map(len, vectors))
+            if self.vector_bytes + vector_bytes(count, self._embedder.dims) > self._settings.max_vector_bytes:
+                raise UnusableFile(
+                    f"there is no room for {count} more vectors (`retriever.max_vector_bytes`)", "no_room"
+                )
         record = index_record(
             taken.parts,
             vectors,

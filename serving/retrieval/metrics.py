@@ -27,6 +27,9 @@ class RetrieverMetrics:
             return Gauge(f"orbitserve_retriever_{name}", text, registry=self._registry)
 
         gauge("parts", "Pages and passages that this replica searches.").set_function(lambda: indices.parts)
+        gauge("vector_bytes", "Memory of the vectors that this replica searches.").set_function(
+            lambda: indices.vector_bytes
+        )
         gauge("files_waiting", "Files that this replica indexes or that wait for it.").set_function(
             lambda: indices.waiting
         )

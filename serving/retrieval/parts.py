@@ -1,4 +1,4 @@
-"""A file's parts, as they are indexed: pages of a PDF, passages of a text, a picture."""
+"""A file's parts, as they are indexed: pages of a PDF or office file, passages of a text, a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.search.index import Part
 from kvstore.uploads.files import FileStore
-from serving.documents import passages, pdf
+from serving.documents import office, passages, pdf
 from serving.documents.passages import Offsets, as_text
 from serving.documents.settings import DocumentSettings
 from serving.retrieval.embedders.base import Item
@@ -51,10 +51,10 @@ class FileSplitter:
         """Take a file apart; notes its parts for deletion first. Blocks.
 
         Raises:
-            UnusableFile: a PDF that cannot be read.
+            UnusableFile: a PDF or office file that cannot be read.
         """
         pages, passages_form, whole = self.forms(chunking)
-        if pdf.is_pdf(data):
+        if office.has_pages(data):
             return self._pages(data, content, owner, pages)
         text, form = as_text(data), passages_form
         if text is None:
@@ -74,6 +74,7 @@ class FileSplitter:
 
     def _pages(self, data: bytes, content: str, owner: str, form: str) -> TakenApart:
         try:
+            data = office.as_pdf(data, self._settings, self._files.renditions, content, owner)
             count, pages = pdf.read_pages(data, self._settings, text=True, pixels=self._has_images)
         except pdf.UnreadablePdf as error:
             raise UnusableFile(str(error), error.code) from error

@@ -6,7 +6,7 @@ import re
 
 from pydantic import Field, SecretStr, field_validator
 
-from serving.settings import RoleSettings
+from serving.settings import MIB, RoleSettings
 
 _EMBEDDER = re.compile(r"lexical|static|model|path:.+|http:https?://.+")
 
@@ -49,6 +49,12 @@ class RetrieverSettings(RoleSettings):
     indexing: int = Field(2, ge=1, description="Files that a replica indexes at once; further ones wait.")
     max_parts: int = Field(
         1_000_000, ge=1, description="Pages and passages of all vector stores; files beyond that fail."
+    )
+    max_vector_bytes: int = Field(
+        4096 * MIB,
+        ge=1,
+        description="Memory of all vectors in a replica, 3 bytes a number; files beyond that fail. Every vector is "
+        "compared with a query, and a page has hundreds of them with some embedders.",
     )
 
     @property

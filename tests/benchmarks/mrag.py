@@ -4,15 +4,16 @@
 |--------|--------------------------|----------------------------------------------------------------------------------|
 | read   | drawn, no text layer     | answers over 4 pages found by the bundled model's own tower (embedder `model`),  |
 |        |                          | and over the right page given                                                    |
-| first  | noise of 1,024 tokens    | `orbit.retrieve` of 4 pages, in sets and orders by chance, and a search outside  |
-|        |                          | with vLLM's server and its prefix cache, which is sent them inline               |
-| middle | the same                 | the pause of a second `file_search`, 4 pages beside 4, and sending the           |
+| first  | noise of 512 tokens      | `orbit.retrieve` of 4 pages in orders by chance, and a search outside with       |
+|        |                          | vLLM's server and its prefix cache, which is sent them inline                    |
+| middle | noise of 1,024 tokens    | the pause of a second `file_search`, 4 pages beside 4, and sending the           |
 |        |                          | conversation with its pages to vLLM again                                        |
 
-Pages of `first` and `middle` are found by words, by both sides in the same search. They were asked about before: what
-is stored of them serves. The model of `middle` has random weights: a grammar has it call the tool, and by its seed it
-searches for this or that. Its requests leave the text before the pages out of patches' keys (`text: free`): with the
-bundled tokenizers a token is a letter, and a call alone longer than what `auto` leaves out.
+Pages of `first` and `middle` are found by words, by both sides in the same search. The same sets were asked about
+before, by both sides: what is stored of them serves, and nothing is compiled ahead. The model of `middle` has random
+weights: a grammar has it call the tool, and it searches for what it is biased to and has not said yet. Its requests
+leave the text before the pages out of patches' keys (`text: free`): with the bundled tokenizers a token is a letter,
+and a call alone longer than what `auto` leaves out.
 
 | arm            | what is timed                                                                        |
 |----------------|--------------------------------------------------------------------------------------|
@@ -75,8 +76,9 @@ _CONTEXT = 16384
 _BY_WORDS = {"hybrid_search": {"embedding_weight": 0.0, "text_weight": 1.0}}
 _CALLED = "78"  # what the two searches of an answer look for: digits, which no other part of the prompt has
 _QUESTION = 24  # letters
-_WARM_SETS = 3  # the pages of `middle` before it is timed
-_SEEDS = 64  # that are tried for an answer: one in four searches for both digits in order
+_WARM = 2  # times that a set is asked about before it is timed: computed, then linked
+_FAVOUR = 10.0  # of logits: a digit over the next one
+_UNSAID = 1e4  # repetition penalty: a digit that was searched for is not taken again
 _TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 
 
@@ -84,23 +86,25 @@ _TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 class _Scale:
     pages: int  # of `read`
     questions: int
-    tokens: int  # of a page of `first` and `middle`
     known: int  # pages of `first`
-    warmup: int  # its requests
-    compiling: float  # seconds
+    sets: int  # of them that are asked about
+    first: int  # tokens of a page
     turns: int
+    middle: int  # tokens of a page
+    answers: int
 
 
-_FULL = _Scale(pages=1000, questions=300, tokens=1024, known=8, warmup=24, compiling=1800, turns=9)
-_QUICK = _Scale(pages=60, questions=6, tokens=256, known=6, warmup=4, compiling=300, turns=2)
+_FULL = _Scale(pages=1000, questions=100, known=8, sets=3, first=512, turns=6, middle=1024, answers=3)
+_QUICK = _Scale(pages=60, questions=6, known=6, sets=2, first=256, turns=2, middle=256, answers=2)
 
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure all parts; `quick`: few pages, and the bundled model for all of them."""
     scale, bundled = _QUICK if quick else _FULL, weights(DEFAULT_MODEL)
     checkpoint = bundled if quick else checkpoint_path(CHECKPOINT)
-    reading = {"model": {"dtype": "float32", "max_model_len": _CONTEXT, **_TOOLS}, "retriever": {"embedder": "model"}}
-    timed = {"model": {"max_model_len": _CONTEXT, **_TOOLS}, "prefill": {"subset_forwards": 0}}
+    prefill = {"orbit_chunks": 0, "subset_forwards": 0, "pair_forwards": 0}
+    timed = {"model": {"max_model_len": _CONTEXT, **_TOOLS}, "prefill": prefill}
+    reading = {**timed, "model": {**timed["model"], "dtype": "float32"}, "retriever": {"embedder": "model"}}
     with ExitStack() as stack, httpx.Client(timeout=600) as web:
         service = stack.enter_context(_service(bundled, console, reading))
         read = _read(web, service, scale, console)
@@ -135,11 +139,11 @@ def run(quick: bool, console: Console) -> Outcome:
         "questions": scale.questions,
         "model": checkpoint.name,
         "dtype": measured_dtype(),
-        "image_tokens": scale.tokens,
         "pages": scale.known,
+        "sets": scale.sets,
         "retrieved": RETRIEVED,
-        "warmup": scale.warmup,
-        "turns": scale.turns,
+        "image_tokens": {"first": scale.first, "middle": scale.middle},
+        "turns": {"first": scale.turns, "middle": scale.answers},
         "in_flight": 1,
     }
     return Outcome(workload, arms, figures, tables)
@@ -201,7 +205,7 @@ def _first(
     web: httpx.Client, alone: Server, service: Server, scale: _Scale, console: Console
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
     """Milliseconds to the first token over retrieved pages, and prompt tokens computed in the median."""
-    pages = [worded(number, scale.tokens) for number in range(scale.known)]
+    pages = [worded(number, scale.first) for number in range(scale.known)]
     files = {f"{number}.pdf": pdf_of([picture], [words]) for number, (picture, words) in enumerate(pages)}
     store, ids = fill(open_client(service.url), "noise", files)
     urls = {ids[f"{number}.pdf"]: data_url(picture) for number, (picture, _) in enumerate(pages)}
@@ -225,11 +229,11 @@ def _first(
     arms: dict[str, Callable[[str, str], tuple[float, Timed]]] = {"outside": outside, "retrieve": retrieve}
     samples: dict[str, list[float]] = {name: [] for name in arms}
     computed: dict[str, list[int]] = {name: [] for name in arms}
-    random, popularity = np.random.default_rng(47), 1 / np.arange(1, scale.known + 1)
-    for turn in range(-scale.warmup, scale.turns):
-        if turn == 0:
-            load_arms.wait_until_compiled(load_arms.OurService(service, Path()), console, scale.compiling)
-        chosen = random.choice(scale.known, RETRIEVED, replace=False, p=popularity / popularity.sum())
+    random = np.random.default_rng(47)
+    sets = [random.choice(scale.known, RETRIEVED, replace=False) for _ in range(scale.sets)]
+    warm_up = _WARM * scale.sets
+    for turn in range(-warm_up, scale.turns):
+        chosen = random.permutation(sets[turn % scale.sets])
         query = " ".join(word_of(int(page), LEVELS - 1 - place) for place, page in enumerate(chosen))
         asked = question([THINGS[int(random.integers(len(THINGS)))]])
         for name in arms if turn % 2 else reversed(arms):
@@ -269,12 +273,13 @@ class _Conversation:
 
     def __init__(self, web: httpx.Client, alone: Server, service: Server, scale: _Scale) -> None:
         self._web, self._alone, self._service, self._scale = web, alone, service, scale
-        self._random, self._seed = np.random.default_rng(48), 0
+        self._random = np.random.default_rng(48)
         numbers = iter(range(scale.known, scale.known + RETRIEVED * len(_CALLED)))  # others than those of `first`
-        self._pages = {digit: [noise(scale.tokens, next(numbers)) for _ in range(RETRIEVED)] for digit in _CALLED}
+        self._pages = {digit: [noise(scale.middle, next(numbers)) for _ in range(RETRIEVED)] for digit in _CALLED}
         words = {digit: f"{digit} {digit}" if i == 0 else f"{digit} x" for i, digit in enumerate(_CALLED)}
         files = {_file(digit): pdf_of(pages, [words[digit]] * RETRIEVED) for digit, pages in self._pages.items()}
         self._alphabet = self._tokens(string.ascii_lowercase)
+        self._bias = {str(self._tokens(digit)[0]): _FAVOUR * (len(_CALLED) - i + 1) for i, digit in enumerate(_CALLED)}
         self._store, _ = fill(open_client(service.url), "groups", files)
         self._tool = {
             "type": "file_search",
@@ -288,17 +293,13 @@ class _Conversation:
         self._warm_up()
         samples: dict[str, list[float]] = {"prefill": [], "prefill, known": [], "pause": []}
         linked: dict[str, list[int]] = {}
-        for turn in range(-1, self._scale.turns):  # one to warm up
+        for turn in range(-1, self._scale.answers):  # one to warm up
             rounds = self._searched_twice()
             self._service.settle()
-            times = {
-                "pause": rounds[1]["pause_ms"],
-                "prefill": self._sent(2 * turn + 2),
-                "prefill, known": self._sent(2 * turn + 3, known=True),
-            }
             if turn < 0:
                 continue
-            for name, ms in times.items():
+            samples["pause"].append(rounds[1]["pause_ms"])
+            for name, ms in zip(("prefill", "prefill, known"), self._sent(turn), strict=True):
                 samples[name].append(ms)
             for name in ("prompt_tokens", "tokens_reused", "tokens_computed", "vision_tokens_encoded"):
                 linked.setdefault(name, []).append(rounds[1][name])
@@ -313,7 +314,7 @@ class _Conversation:
             "max_num_results": 2 * RETRIEVED,
             "ranking_options": _BY_WORDS,
         }
-        for _ in range(_WARM_SETS):
+        for _ in range(_WARM):
             messages = [{"role": "user", "content": _letters(self._random)}]
             service = self._service
             timed_chat(
@@ -328,19 +329,11 @@ class _Conversation:
         return found
 
     def _searched_twice(self) -> list[dict[str, Any]]:
-        """Rounds of an answer that searched for one digit and then for the other.
-
-        A seed that has it do so is kept: behind another question it mostly does so again.
-
-        Raises:
-            RuntimeError: no seed did.
-        """
-        for _ in range(_SEEDS):
-            rounds = self._answer()
-            if [(one["query"], one["results"]) for one in rounds[:2]] == [(digit, RETRIEVED) for digit in _CALLED]:
-                return rounds
-            self._seed += 1
-        raise RuntimeError(f"no answer of {_SEEDS} searched for {' and then '.join(_CALLED)}; the last one: {rounds}")
+        """Rounds of an answer that searched for one digit and then for the other. Raises RuntimeError if it did not."""
+        rounds = self._answer()
+        if [(one["query"], one["results"]) for one in rounds[:2]] != [(digit, RETRIEVED) for digit in _CALLED]:
+            raise RuntimeError(f"an answer did not search for {' and then '.join(_CALLED)}: {rounds}")
+        return rounds
 
     def _answer(self) -> list[dict[str, Any]]:
         """Rounds of an answer that has room for two calls, and none for a third."""
@@ -349,8 +342,9 @@ class _Conversation:
             "model": self._service.model,
             "messages": [{"role": "user", "content": _letters(self._random)}],
             "tools": [self._tool],
-            "temperature": 2.0,
-            "seed": self._seed,
+            "temperature": 0,
+            "logit_bias": self._bias,
+            "repetition_penalty": _UNSAID,
             "max_tokens": 2 * len(_call(_CALLED[0])) + 6,  # a token is a letter, or more than one
             "structured_outputs": {"regex": regex},
             "orbit": {"text": "free"},
@@ -361,8 +355,12 @@ class _Conversation:
         rounds: list[dict[str, Any]] = (response.json()["orbit"]["retrieval"] or {}).get("rounds", [])
         return rounds
 
-    def _sent(self, number: int, *, known: bool = False) -> float:
-        """Milliseconds to vLLM's first token behind the whole conversation, which begins as none before it."""
+    def _sent(self, number: int) -> tuple[float, float]:
+        """Milliseconds to vLLM's first token behind the whole conversation.
+
+        First of one that begins as none before it; then of the same with its last pages in another order, so that what
+        stands before these is known.
+        """
         begin = f"{number:06d}"[::-1] + json.dumps(FUNCTION)
         messages: list[dict[str, Any]] = [
             {"role": "system", "content": begin},
@@ -375,12 +373,12 @@ class _Conversation:
             shown = [{"type": "image_url", "image_url": {"url": data_url(page)}} for page in pages]
             messages += [{"role": "assistant", "content": _call(digit)}, {"role": "user", "content": [*shown, told]}]
             at += len(pages)
-        if known:
-            self._ask_vllm(messages[:-2])
-        return self._ask_vllm(messages).ttft_ms
+        whole = self._ask_vllm(messages)
+        turned = {"role": "user", "content": [*shown[1:], shown[0], told]}
+        return whole, self._ask_vllm([*messages[:-1], turned])
 
-    def _ask_vllm(self, messages: Sequence[dict[str, Any]]) -> Timed:
-        return _ask(self._web, self._alone, [*messages], allowed_token_ids=self._alphabet)
+    def _ask_vllm(self, messages: Sequence[dict[str, Any]]) -> float:
+        return _ask(self._web, self._alone, [*messages], allowed_token_ids=self._alphabet).ttft_ms
 
 
 BENCHMARK = Benchmark(

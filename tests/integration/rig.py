@@ -208,19 +208,22 @@ class Rig:
         (rendered,) = self.renderer.render_cmpl([parsed], skip_mm_cache=True)
         return segment(rendered, self.delimiters, documents)
 
-    def plan(self, parts: Sequence[Part], mode: str = "auto", **request) -> LinkPlan:
+    def plan(self, parts: Sequence[Part] | Segments, mode: str = "auto", **request) -> LinkPlan:
         """A plan, with the pixels encoded that it asks for."""
         return self._with_pixels(parts, mode, request, lambda plan: plan)
 
-    def link(self, parts: Sequence[Part], mode: str = "auto", **request) -> Linked:
+    def link(self, parts: Sequence[Part] | Segments, mode: str = "auto", **request) -> Linked:
         """Link one prompt, wait until what it taught is stored, and free its blocks."""
         return self._with_pixels(
             parts, mode, request, lambda plan: self.finish(plan, self.loop.submit(plan).result(60))
         )
 
-    def _with_pixels(self, parts: Sequence[Part], mode: str, request: dict, work: Callable[[LinkPlan], T]) -> T:
+    def _with_pixels(
+        self, parts: Sequence[Part] | Segments, mode: str, request: dict, work: Callable[[LinkPlan], T]
+    ) -> T:
         """Plan and do `work`, again with the pixels that either asks for."""
-        segments, embeddings = self.render(parts), dict[int, Tensor]()
+        segments = parts if isinstance(parts, Segments) else self.render(parts)
+        embeddings = dict[int, Tensor]()
         asked = LinkRequest("test", segments.token_ids, segments.chunks, Mode.parse(mode), **request)
         while True:
             try:
@@ -230,6 +233,27 @@ class Rig:
                     raise
                 encoded = self.engine.encode(segments.pixels(needed.chunks))
                 embeddings |= dict(zip(needed.chunks, encoded, strict=True))
+
+    def answer(
+        self, parts: Sequence[Part] | Segments, token_ids: Sequence[int], count: int, mode: str = "auto"
+    ) -> tuple[Linked, list[int]]:
+        """Link one prompt, and say the likeliest `count` tokens behind it, one by one, of those in `token_ids`."""
+
+        def work(plan: LinkPlan) -> tuple[Linked, list[int]]:
+            result = self.loop.submit(plan).result(60)
+            self.settle()
+            room, said, sequence = self.loop._pool.allocate(count), list[int](), plan.sequence
+            ids, positions, blocks = sequence.token_ids, sequence.positions, [*sequence.blocks, *room.blocks]
+            for _ in range(count):
+                whole, n = LinkSequence(ids, positions, blocks, sequence.embedded), len(ids)
+                (logits,) = self.engine.logits([(whole, [Run(n - 1, n)])])
+                said.append(token_ids[int(logits[list(token_ids)].argmax())])
+                ids = torch.cat([ids, ids.new_tensor(said[-1:])])
+                positions = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), n)], -1)
+            self.loop._pool.abandon(room.id)
+            return self.finish(plan, result), said
+
+        return self._with_pixels(parts, mode, {}, work)
 
     def finish(self, plan: LinkPlan, result: LinkResult) -> Linked:
         """Read what a link left in the cache, then let its blocks go."""

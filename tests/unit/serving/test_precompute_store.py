@@ -41,7 +41,7 @@ class Stored:
         self.ids = {name: self.files.create("one", name, "assistants", data).id for name, data in contents.items()}
         self.store = stores.create("all", None, {}, None, owner).id
         stores.add(self.store, "one", {file: {} for file in self.ids.values()})
-        pdfs = PdfPages(self.config.documents, self.files.parts, 1_000_000)
+        pdfs = PdfPages(self.config.documents, self.files, 1_000_000)
         self.media = MediaResolver(self.config.http, self.files, stores, pdfs=pdfs)
 
     @property

@@ -65,14 +65,14 @@ class Letters:
 class Api:
     """Files and vector stores over HTTP; `retrievers` share what is stored."""
 
-    def __init__(self, folder: Path, embedder: Embedder, retrievers: int = 1) -> None:
+    def __init__(self, folder: Path, embedder: Embedder, retrievers: int = 1, **limits: Any) -> None:
         self.files = FileStore(folder / "files")
         self.stores, self.deleted = VectorStores(self.files), list[tuple[str, str]]()
         self.documents = DocumentSettings(pdf_timeout_s=30)
-        self._folder, self._embedder = folder, embedder
+        self._folder, self._embedder, self._limits = folder, embedder, limits
         self.retrievers = [self.retriever() for _ in range(retrievers)]
         self.retrieval = Retrieval(self.stores, self)
-        pdfs = PdfPages(self.documents, self.files.parts, 33_000_000)
+        pdfs = PdfPages(self.documents, self.files, 33_000_000)
         self.media = MediaResolver(HttpSettings(), self.files, self.stores, Documents(Letters()), pdfs=pdfs)
         self.app = FastAPI()
         self.app.include_router(files_router(self.files, self.stores, self.media, 1 << 20, self._forget))
@@ -87,7 +87,7 @@ class Api:
             LibrarySettings(directory=self._folder / "library", object_store_bytes=0), self._embedder.fingerprint
         )
         splitter = FileSplitter(self.files, self.documents, tokens_of(self._folder), has_images=False)
-        settings = RetrieverSettings(follow_period_s=0.05, embed_timeout_s=20)
+        settings = RetrieverSettings(follow_period_s=0.05, embed_timeout_s=20, **self._limits)
         return StoreIndices(
             settings, self.files, VectorStores(self.files), library, self._embedder, splitter, self.follow
         )
@@ -155,6 +155,27 @@ async def test_a_batch_completes_though_one_of_its_files_fails(api: Api):
     assert "broken" in failed.last_error.message
     (found, *_) = (await client.vector_stores.search(store.id, query="who lives in a hive?")).data
     assert found.filename == "bees.txt"
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"max_parts": 3}, "no room for 3 more parts (`retriever.max_parts`)"),
+        ({"max_vector_bytes": 3_000}, "no room for 3 more vectors (`retriever.max_vector_bytes`)"),
+    ],
+)
+async def test_a_file_beyond_an_index_bound_fails_and_says_which(
+    tmp_path: Path, static: StaticEmbedder, limits: dict[str, int], told: str
+):
+    client = Api(tmp_path, static, **limits).client()
+    store, found = await client.vector_stores.create(), []
+    for name, data in (("bees.txt", BEES.encode()), ("manual.pdf", MANUAL)):
+        file = await client.files.create(file=(name, data), purpose="assistants")
+        added = await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+        found.append((added.status, "" if added.last_error is None else added.last_error.message))
+    assert found[0] == ("completed", "")
+    assert (found[1][0], told in found[1][1]) == ("failed", True)
+    assert [one.filename for one in (await client.vector_stores.search(store.id, query="fuel")).data] == ["bees.txt"]
 
 
 async def test_filters_thresholds_and_counts_bound_what_is_found(api: Api):
