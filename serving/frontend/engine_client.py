@@ -446,9 +446,11 @@ class LinkedEngineClient(_NotOurs):
         """Compaction of a prompt as asked for.
 
         Repetition penalties read the prompt's ids, grammars whether it ends a reasoning: so many entries stay as there
-        are different ids, to name them all.
+        are different ids, to name them all. A budget of thinking counts tokens of the prompt: all stay.
         """
         asked = trace.options.compaction(self.compaction)
+        if asked.budget < 1 and params.thinking_token_budget is not None:
+            return replace(asked, least=len(token_ids))
         reads_ids = params.repetition_penalty != 1 or params.structured_outputs is not None
         return replace(asked, least=len(set(token_ids))) if asked.budget < 1 and reads_ids else asked
 
