@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from engine_client_support import EOS, OUTPUTS, Roles, ask, client_of, tokens_of
+from pydantic import ValidationError
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+from infra import kv_window
 from infra.kv_window import dropped, window_parameter
 from infra.vllm_env import BLOCK_SIZE
 from kvstore.catalog.index import Entry, scopes_of
@@ -39,6 +41,7 @@ from serving.frontend.report import (
     parse_options,
     set_trace,
 )
+from serving.settings import ElasticSettings
 
 
 async def test_a_link_tells_which_chunks_have_a_known_patch_in_modes_that_use_any(monkeypatch: pytest.MonkeyPatch):
@@ -534,6 +537,29 @@ async def test_a_model_whose_kv_cannot_be_reduced_says_so_by_name():
     refused = CompactionRefused("kv_budget: its attention has sliding window")
     with pytest.raises(InvalidRequest, match=r"orbit\.kv_budget: its attention has sliding window"):
         await ask(Roles(link=[refused]), trace=RequestTrace(OrbitOptions(kv_budget=0.5)))
+
+
+async def test_a_window_is_refused_before_anything_is_linked_where_decode_workers_take_none(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(kv_window, "is_cpu_build", lambda: False)
+    roles = Roles([7])
+    with pytest.raises(InvalidRequest, match=r"orbit\.elastic\.window: decode workers on GPUs"):
+        await ask(roles, trace=RequestTrace(parse_options({"elastic": {"window": 8}})))
+    assert roles.calls == []
+    with pytest.raises(ValidationError, match=r"elastic\.window: decode workers on GPUs"):
+        ElasticSettings(window=8)
+    assert ElasticSettings().compaction == Compaction()
+
+
+async def test_penalties_of_an_answer_that_moves_read_what_was_said_too():
+    trace = RequestTrace(OrbitOptions(kv_budget=0.05, elastic=ElasticOptions(window=4)))
+    roles = Roles([7], kept=13, between=[RoleUnavailable("gone")])
+    await ask(roles, trace=trace, max_tokens=9, repetition_penalty=1.2)
+    assert [request.compaction.least for request in roles.linked] == [12, 13]
+    assert [request.compaction.window for request in roles.linked] == [4, 4]
+    given, _ = roles.generated[1]
+    assert given == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 7, 100]
 
 
 async def test_a_service_may_set_what_requests_do_not_ask_for():
