@@ -518,8 +518,8 @@ def test_entries_dropped_are_those_of_all_choices():
     trace = RequestTrace()
     trace.report.kv = KVReport(tokens=20, kept=20, bytes_handed_off=0, window=8)
     transfer = {BLOCK_SIZE: 16, **window_parameter(8)}
-    trace.dropped(transfer, 20, [100, 30, 3])
-    assert trace.report.kv.dropped == dropped(20, 100, 8, 16) + dropped(20, 30, 8, 16) > dropped(20, 100, 8, 16) > 0
+    trace.dropped(transfer, 20, [100, 60, 3])
+    assert trace.report.kv.dropped == dropped(20, 100, 8, 16) + dropped(20, 60, 8, 16) > dropped(20, 100, 8, 16) > 0
 
 
 async def test_an_answer_that_moves_is_linked_again_with_what_it_has_said():
