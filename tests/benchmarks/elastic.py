@@ -41,7 +41,7 @@ _CODE = [
 
 
 class Part(StrEnum):
-    """What is measured together."""
+    """Part of the benchmark, measured as a whole."""
 
     answers = auto()
     perplexity = auto()
@@ -69,7 +69,7 @@ def run(
     work: Path | None = None,
     only: Collection[str] | None = None,
 ) -> Outcome:
-    """Measure answers of bundled models, text of SmolLM2, speed and room; or some of these parts.
+    """Measure answers, text, speed and room, or some of these parts.
 
     Finished parts are kept in `work`, from where a run that was cut off goes on.
 

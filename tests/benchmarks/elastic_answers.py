@@ -1,4 +1,4 @@
-"""Part `answers` of benchmark `elastic`: reference models' right answers from compacted pages.
+"""Reference models' right answers from compacted pages (benchmark `elastic`).
 
 `before`: the question is part of what is compacted; `after`: pages are compacted before it is asked, as by a chat's
 next turn.
@@ -6,6 +6,7 @@ next turn.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,11 +29,13 @@ Outcomes = dict[str, dict[str, dict[str, list[bool]]]]  # by when it is asked, a
 
 
 def answers(family: str, count: int, budgets: Sequence[float], console: Console) -> Outcomes:
-    """Whether each answer is right, over `count` items of each split."""
+    """Right and wrong answers to `count` items of each split."""
     from serving.bench.fidelity.items import items
     from serving.bench.fidelity.reader import Reader
 
     reader, kind = Reader(weights(family)), FAMILIES[family]
+    # vLLM would say at every picture that an engine in the same process keeps its threads.
+    logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     right: Outcomes = {when: {} for when in OURS}
     try:
         for split in SPLITS:
@@ -40,6 +43,7 @@ def answers(family: str, count: int, budgets: Sequence[float], console: Console)
             for item in track(drawn, f"  {family}, {split}", total=count, console=console, transient=True):
                 for when, arm, budget, good in _answered(reader, item.prompt(reader), budgets):
                     right[when].setdefault(arm, {}).setdefault(f"{budget:g}", []).append(good)
+            console.print(f"  {family}, {split}: {count} items")
     finally:
         reader.close()
     return right
@@ -80,7 +84,7 @@ def shares(outcomes: Mapping[str, Mapping[str, Sequence[bool]]]) -> dict[str, di
 
 
 def figures(by_kind: Mapping[str, Outcomes], budget: float) -> dict[str, float]:
-    """Ours over the full cache and over the best other arm, of each family (kind) and of the worst."""
+    """Ours over the full cache and over the best other arm, by family and of the worst."""
     found: dict[str, float] = {}
     for when, ours in OURS.items():
         for name in ("full", "best"):

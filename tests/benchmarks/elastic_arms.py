@@ -1,4 +1,4 @@
-"""Arms of benchmark `elastic`: a prompt's entries by every policy, and what a model says behind them.
+"""Arms of benchmark `elastic`: entries by policy, and what a model says behind them.
 
 | arm       | entries that stay of a prompt, as many in each layer                                          |
 |-----------|-----------------------------------------------------------------------------------------------|
@@ -37,7 +37,7 @@ _LINK = "bench"
 
 
 class Importance(NamedTuple):
-    """Importance [layers, tokens] of a prompt's tokens by the queries of its last ones, and of all."""
+    """Importance [layers, tokens] of tokens by the queries of the last ones, and of all."""
 
     last: Tensor
     every: Tensor
@@ -100,7 +100,10 @@ def observe(engine: PrefillEngine, sequence: LinkSequence) -> Importance:
 def compacted(
     engine: PrefillEngine, request: LinkRequest, budget: float, seen: Importance, whole: Held
 ) -> dict[str, Held]:
-    """Entries of each arm that leaves some out, in as many blocks as the `whole` prompt has, behind these."""
+    """Compact a prompt by each arm that leaves something out.
+
+    Each has as many blocks as the `whole` prompt, behind these.
+    """
     found: dict[str, Held] = {}
     for arm, plan, scores in arms_of(request, budget, seen):
         start = whole.blocks.stop + len(found) * len(whole.blocks)
@@ -112,9 +115,10 @@ def compacted(
 
 
 def logprobs(engine: PrefillEngine, tokens: Tensor, held: Sequence[Held], again: int = 1) -> Sequence[Tensor]:
-    """Log-probabilities [tokens, vocabulary] behind each of `tokens`, which stand behind held entries.
+    """Log-probabilities [tokens, vocabulary] behind each of `tokens`, by held prompt.
 
-    `again`: of so many entries, the last, the first of `tokens` are the ids: they are computed once more.
+    `tokens` stand behind its entries. The first `again` of them are the ids of its last entries, which are computed
+    once more.
     """
     work = []
     for one in held:
@@ -125,7 +129,10 @@ def logprobs(engine: PrefillEngine, tokens: Tensor, held: Sequence[Held], again:
 
 
 def greedy(engine: PrefillEngine, token: int, held: Sequence[Held], steps: int) -> list[list[int]]:
-    """So many greedy tokens behind each held prompt, whose last token, `token`, is computed once more."""
+    """Greedy tokens, `steps` of them, behind each held prompt.
+
+    Its last token, `token`, is computed once more.
+    """
     sequences = [_sequence(engine, one, torch.zeros(one.kept + steps, dtype=torch.int32)) for one in held]
     for one, sequence in zip(held, sequences, strict=True):
         sequence.token_ids[one.kept - 1] = token

@@ -1,4 +1,4 @@
-"""Part `speed` of benchmark `elastic`: a decode step's time, and how many answers run at once, at a budget."""
+"""Time of a decode step, and answers at once, at a budget (benchmark `elastic`)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def throughput(budget: float, turns: int, console: Console) -> dict[str, float]:
 
 
 def concurrency(budget: float) -> float:
-    """Answers that a decode worker's admission lets in at once at the budget, over those with all KV."""
+    """Answers admitted at once by a decode worker at the budget, over those with all KV."""
     full, kept = CONTEXT, _plan(budget, _BLOCK_SIZE).kept
     return admitted(kept + 1 + ANSWER) / admitted(full + 1 + ANSWER)
 

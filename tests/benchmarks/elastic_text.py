@@ -1,4 +1,4 @@
-"""Parts `perplexity` and `continuations` of benchmark `elastic`: real text on SmolLM2.
+"""Real text on SmolLM2 behind a compacted beginning (benchmark `elastic`).
 
 Beginnings of the documentation of Python's modules, compacted; then their own next tokens, and what the model says
 next by itself beside what it says from all KV.
@@ -56,7 +56,7 @@ def perplexities(count: int, budgets: Sequence[float], console: Console) -> Valu
 
 
 def continuations(count: int, budget: float, console: Console) -> Values:
-    """ROUGE-L of what the model says from each document's compacted beginning, beside what it says from all of it."""
+    """ROUGE-L of the model's continuation of each compacted beginning with that of all KV."""
     return _measured(partial(_alike, budget=budget), count, "continuations", console)
 
 
@@ -80,6 +80,7 @@ def _measured(
                 values.setdefault(arm, {}).setdefault(f"{budget:g}", []).append(value)
     finally:
         engine.shutdown()
+    console.print(f"  {name}: {count} documents")
     return values
 
 
@@ -116,7 +117,10 @@ def rouge_l(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def perplexity_table(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
-    """Perplexity by arm and budget; its interval is that of the distance to ours, document by document."""
+    """Perplexity by arm and budget.
+
+    Its interval is that of the distance to ours, document by document.
+    """
     table: dict[str, dict[str, float]] = {}
     for arm, by_budget in losses.items():
         table[arm] = {budget: math.exp(average(found).value) for budget, found in by_budget.items()}
