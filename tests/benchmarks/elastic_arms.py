@@ -110,7 +110,6 @@ def compacted(
         found[arm] = Held(range(start, start + len(whole.blocks)), plan.kept)
         engine.give_importance(_LINK, scores)
         engine.compact(_LINK, whole.blocks, plan, found[arm].blocks)
-        engine.take_importance(_LINK)  # `cover` asks for none
     return found
 
 
