@@ -36,7 +36,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from decode_workers.admission import Admission
 from decode_workers.spec import DecodeSpec
 from infra.gpu import uses_gpu
-from infra.kv_window import held_tokens, window_of
+from infra.kv_window import held_tokens, refusal, window_of
 from infra.pace import Pace
 from infra.vllm_arguments import hand_off_arguments
 from infra.vllm_env import BLOCK_SIZE
@@ -275,8 +275,8 @@ def _check(tokens: int, transfer: Mapping[str, Any]) -> None:
     needed = -(-tokens // transfer[BLOCK_SIZE])
     if any(len(blocks) < needed for blocks in transfer["remote_block_ids"]):
         raise ValueError(f"{tokens} tokens need {needed} KV blocks, and fewer are offered")
-    if window_of(transfer) is not None and uses_gpu():
-        raise ValueError("elastic.window: decode workers on GPUs keep all KV of an answer")
+    if window_of(transfer) is not None and (reason := refusal()) is not None:
+        raise ValueError(reason)
 
 
 def _blocks_of(tokens: int, transfer: Mapping[str, Any]) -> tuple[list[int], ...]:

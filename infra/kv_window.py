@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from infra.vllm_env import is_cpu_build
+
 _WINDOW = "elimination_window"  # in `kv_transfer_params`
+
+
+def refusal() -> str | None:
+    """Reason why decode workers of this installation take no windows; None if they do.
+
+    See `decode_workers/README.md` for what GPUs lack.
+    """
+    return None if is_cpu_build() else "elastic.window: decode workers on GPUs keep all KV of an answer"
 
 
 def window_parameter(window: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from decode_workers.settings import DecodeSettings
+from infra.kv_window import refusal
 from infra.vllm_env import is_cpu_build
 from kvstore.records.keys import DYNAMIC_TENANT
 from prefill_workers.protocol import Compaction, CompactionPolicy
@@ -497,6 +498,13 @@ class ElasticSettings(Settings):
     window: int | None = Field(
         None, ge=1, description="Generated tokens whose KV decode workers keep at least; None: all."
     )
+
+    @field_validator("window")
+    @classmethod
+    def _has_windows(cls, window: int | None) -> int | None:
+        if window is not None and (reason := refusal()) is not None:
+            raise ValueError(reason)
+        return window
 
     @property
     def compaction(self) -> Compaction:

@@ -40,13 +40,17 @@ def main(arguments: Sequence[str]) -> None:
         options.add_argument("--compiled", action="store_true", help="compile the language model's layers for training")
         if command is refine:
             options.add_argument("--again", action="store_true", help="train further what was refined before")
-            options.add_argument("--counting", action="store_true", help="mostly on colours counted across pages")
+            about = options.add_mutually_exclusive_group()
+            counting, clips = "mostly on colours counted across pages", "mostly on pages that are seconds of clips"
+            about.add_argument("--counting", dest="about", action="store_const", const="counting", help=counting)
+            about.add_argument("--clips", dest="about", action="store_const", const="clips", help=clips)
+            options.set_defaults(about="")
     chosen = parser.parse_args(arguments)
 
     import torch
 
     torch.set_num_threads(chosen.threads)
-    own = {average: ("rounds",), make: ("compiled",), refine: ("compiled", "again", "counting"), evaluate: ()}
+    own = {average: ("rounds",), make: ("compiled",), refine: ("compiled", "again", "about"), evaluate: ()}
     more = {name: getattr(chosen, name) for name in own[chosen.run]}
     more |= {"work": chosen.work, "out": chosen.out, "count": chosen.items, "device": torch.device(chosen.device)}
     try:

@@ -13,8 +13,9 @@ _SCORES = "## Held-out questions"  # where the card's second part begins
 _ROUNDS = """\
 Rounds of `refine` then trained the language model further over what the tower writes, embeddings and tower as before:
 with pages beside whose things stand tally marks (`tally`), and with more questions about two things; `--counting` means
-mostly on colours counted across pages. Each round draws pages of its own; its lines in the curve say `refined`, and in
-which round. `average` gives it the mean of the weights that rounds ended with, and the next round goes on from there.
+mostly on colours counted across pages, `--clips` mostly on pages that are seconds of clips. Each round draws pages of
+its own; its lines in the curve say `refined`, and in which round. `average` gives it the mean of the weights that
+rounds ended with, and the next round goes on from there.
 
 | round | `python -m infra.reference` | steps | rate, at most | minutes by the clock |
 |---|---|---|---|---|

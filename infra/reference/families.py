@@ -117,6 +117,7 @@ class ReferenceFamily:
 
     `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`). `forms`: of the pages
     that its tower is trained on; none: of any. `alike`: makes attention begin by looking for what resembles a token.
+    `stride`: positions from a second of a clip to the next; 0: clips are not laid out here.
     """
 
     recipe: Any
@@ -129,6 +130,7 @@ class ReferenceFamily:
     levels: int = 1
     forms: tuple[Form, ...] = ()
     alike: Callable[[Any], None] | None = None
+    stride: int = 0
 
     def form(self, wanted: Form) -> Form:
         """The form of pages nearest to the given one that the tower accepts.
@@ -187,7 +189,7 @@ FAMILIES: dict[str, ReferenceFamily] = {
             mrope_section=(8, 12, 12), vision_depth=2, vision_hidden=128, words=tuple(words()),
             vision={"fullatt_block_indexes": [0, 1]},
         ),
-        Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=28,
+        Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=28, stride=4,
     ),
     "qwen3_vl": ReferenceFamily(
         Qwen3VL(

@@ -24,6 +24,7 @@ from infra.reference.pictures import grid_picture, page_picture
 from infra.reference.prompts import Layout, Words, lay_out
 from infra.reference.scenes import ASKED, NOWHERE, Form, Scenes, Split, draw_items
 from infra.reference.training import (
+    CLIPS,
     COUNTING,
     REFINED,
     REFINING,
@@ -227,44 +228,48 @@ class Making(Model):
 class Refining(Model):
     """Further training of a finished model's language model, embeddings and tower frozen.
 
-    `round`: how often it will have been refined. `counting`: whether mostly on counted questions, and at the rate that
-    most families can be refined at.
+    `round`: how often it will have been refined. `about`: "counting", colours counted across pages; "clips", pages that
+    are seconds of clips; "": all else.
     """
 
     round: int
-    counting: bool = False
+    about: str = ""
 
     @classmethod
     def begin(
         cls, family: str, folder: Path, work: Path, device: torch.device = CPU, again: bool = False,
-        counting: bool = False,
+        about: str = "",
     ) -> Refining:  # fmt: skip
         """The model as `work` has it, or as it lies in `folder`.
 
-        Raises ValueError if what lies there was refined before, unless it is to be refined `again`, or if the round was
-        begun on other questions.
+        Raises ValueError if what lies there was refined before, unless it is to be refined `again`, if the round was
+        begun on other questions, or if it is about clips and the family's are not laid out.
         """
+        if about == "clips" and not FAMILIES[family].stride:
+            named = ", ".join(name for name, kind in FAMILIES.items() if kind.stride)
+            raise ValueError(f"clips of {family} are not laid out for training; those of {named} are")
         rounds = _rounds(json.loads((folder / CURVE).read_text()))
         if rounds and not again:
             raise ValueError(f"{folder} was refined before; make it anew first, or refine it again")
         file = _refined(work, family, rounds + 1)
-        found = cls.shipped(family, folder, file, device, round=rounds + 1, counting=counting)
+        found = cls.shipped(family, folder, file, device, round=rounds + 1, about=about)
         if file.exists():
             state = torch.load(file, weights_only=False, map_location=CPU)
-            if state.get("counting", counting) != counting:
-                raise ValueError(f"{file} was begun {'with' if state['counting'] else 'without'} --counting")
+            if state.get("about", about) != about:
+                begun = f"with {_asked(state['about'])}" if state["about"] else f"without {_asked(about)}"
+                raise ValueError(f"{file} was begun {begun}")
             found.model.load_state_dict(state["model"])
             found.state, found.progress = state, Progress(**state["progress"])
         return found
 
     def keep(self, optimiser: torch.optim.Optimizer, generator: torch.Generator, **more: Any) -> None:
         """Write what a later call goes on from."""
-        super().keep(optimiser, generator, counting=self.counting, **more)
+        super().keep(optimiser, generator, about=self.about, **more)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """Stages of the training."""
-        return COUNTING if self.counting else REFINING
+        return {"": REFINING, "counting": COUNTING, "clips": CLIPS}[self.about]
 
     def train(self) -> Iterator[dict[str, Any]]:
         """Train the language model from where it stands; yields the curve."""
@@ -279,8 +284,9 @@ class Refining(Model):
         other_pages = REFINED.seed + self.round - 1  # than those of the rounds before
         settings = replace(REFINED, seed=other_pages)
         for line in train(
-            self.language, codes, self.words, parameters, self.stages, settings, self.progress, self.keep, self.state
-        ):
+            self.language, codes, self.words, parameters, self.stages, settings, self.progress, self.keep, self.state,
+            self.kind.stride,
+        ):  # fmt: skip
             self.progress.curve.append({"refined": self.round, **line})
             yield line
 
@@ -324,18 +330,19 @@ def make(
 
 def refine(
     family: str, work: Path, out: Path, count: int, device: torch.device = CPU, again: bool = False,
-    counting: bool = False, compiled: bool = False,
+    about: str = "", compiled: bool = False,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Train the model in `out` further, export and evaluate it, resuming from `work`.
 
-    Yields what there is to say. Raises ValueError if the model was refined before, unless it is to be refined `again`.
+    Yields what there is to say. Raises ValueError if the model was refined before, unless it is to be refined `again`,
+    or if `Refining.begin` does.
     """
-    refining = Refining.begin(family, out / family, work, device, again, counting)
+    refining = Refining.begin(family, out / family, work, device, again, about)
     if compiled:
         refining.compile()
     yield from refining.train()
     before = (out / family / CARD).read_text()
-    command = family + " --again" * (refining.round > 1) + " --counting" * counting
+    command = " ".join(filter(None, (family, "--again" * (refining.round > 1), _asked(about))))
     curve, machine, rate = refining.progress.curve, _machine(device, compiled), REFINED.rate
     yield from refining.finish(
         out / family, count, lambda scores: refined_card(before, command, curve, machine, scores, count, rate)
@@ -376,6 +383,11 @@ def _machine(device: torch.device, compiled: bool) -> Machine:
         return Machine(f"one {torch.cuda.get_device_name(device)}", f"--device {device}{more}")
     threads = torch.get_num_threads()
     return Machine(f"{threads} core{'s' * (threads > 1)} of {processor()}", f"--threads {threads}{more}")
+
+
+def _asked(about: str) -> str:
+    """The command's option for a round about something."""
+    return about and f"--{about}"
 
 
 def _rounds(curve: Sequence[Mapping[str, Any]]) -> int:

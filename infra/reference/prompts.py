@@ -96,12 +96,15 @@ class Prompts:
 class Layout:
     """Layout of a prompt around its pages.
 
-    `text`: tokens of other text before each page, [pages].
+    `text`: tokens of other text before each page, [pages]; within a clip there is none. `clip`: so many pages are the
+    seconds of one clip; 0: each is a picture. `stride`: by how much their positions in time differ.
     """
 
     text: tuple[int, ...]
     axes: int
     short: bool = False
+    clip: int = 0
+    stride: int = 0
 
 
 def lay_out(
@@ -125,18 +128,22 @@ def lay_out(
         positions.extend((start + index,) * layout.axes for index in range(len(ids)))
         page_of.extend([page] * len(ids))
 
+    start, together = 0, layout.clip or 1
     for page in range(form.pages):
-        write(torch.randint(words.size, (layout.text[page],), generator=generator).tolist(), -1)
-        write(before, page)
+        second = page % together
+        if not second:
+            write(torch.randint(words.size, (layout.text[page],), generator=generator).tolist(), -1)
+            write(before, page)
+            start = max(positions[-1]) + 1
         cells.extend(range(len(tokens), len(tokens) + form.cells))
         if layout.axes == 1:
             write([cell] * form.cells, page)
         else:
-            start = max(positions[-1]) + 1
-            tokens.extend([cell] * form.cells)
+            tokens.extend([cell] * form.cells)  # a clip's has another id, which its code stands in for as well
             page_of.extend([page] * form.cells)
-            positions.extend(image_positions(form, start))
-        write(after, page)
+            positions.extend(image_positions(form, start, second * layout.stride))
+        if second == together - 1 or page == form.pages - 1:
+            write(after, page)
     first = len(tokens)
     asked, labels = words.question(questions, layout.short)
     count, length = asked.shape[1:]
@@ -153,12 +160,12 @@ def lay_out(
     )
 
 
-def image_positions(form: Form, start: int) -> list[tuple[int, int, int]]:
+def image_positions(form: Form, start: int, time: int = 0) -> list[tuple[int, int, int]]:
     """M-RoPE positions (time, row, column) of an image whose first token is at `start`.
 
-    The token behind it continues at the largest of them plus one.
+    Or of a clip's that begins there, at a `time`. The token behind it continues at the largest of them plus one.
     """
-    return [(start, start + index // form.columns, start + index % form.columns) for index in range(form.cells)]
+    return [(start + time, start + index // form.columns, start + index % form.columns) for index in range(form.cells)]
 
 
 def _sees(page_of: Tensor, questions: Questions, hidden: Tensor, length: int) -> Tensor:

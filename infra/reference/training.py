@@ -88,7 +88,8 @@ class Stage:
     """A stretch of training. Every step draws one of `forms` and one of `styles`.
 
     `sets` of pages a step, with `questions` each; `short`: the question is the name alone; `text`: tokens of other text
-    before a page, at most; `two`: share of steps with questions about two things.
+    before a page, at most; `two`: share of steps with questions about two things; `clips`: pages that are one clip,
+    drawn for each step (see `Layout`).
     """
 
     steps: int
@@ -99,6 +100,7 @@ class Stage:
     text: int = 0
     styles: tuple[Style, ...] = (Style(), Style(repeated=0.5, itself=0.5, pencilled=(0.6, 0.3)))
     two: float = 0.0
+    clips: tuple[int, ...] = ()
 
 
 _ALL = (
@@ -127,6 +129,20 @@ COUNTING = (  # first what may be clear to see, on many small pages with few que
     ),
     Stage(
         steps=300, sets=16, forms=(*_SMALL, *_LARGE), questions=8, text=12, styles=(*_ALL, *[_TALLY] * 4), two=0.2,
+    ),
+)  # fmt: skip
+
+# From a second to the next most things stay, stand elsewhere and change their colour; some leave, and come back in
+# pencil: what they were is then told by an earlier segment. Pictures among them keep what was known.
+MOVING = Style(pencilled=(0.85, 0.5), repeated=0.75, itself=1.0)
+CLIPS = (
+    Stage(
+        steps=500, sets=24, forms=(Form(3, 8), Form(6, 6), Form(6, 6, 2)), text=12, styles=(MOVING, MOVING, *_ALL),
+        two=0.2, clips=(0, 2, 3, 6),
+    ),
+    Stage(
+        steps=300, sets=12, forms=(*_WIDE, *[Form(6, 6, 6)] * 3), text=12, styles=(MOVING, MOVING, *_ALL), two=0.2,
+        clips=(0, 2, 6),
     ),
 )  # fmt: skip
 
@@ -175,11 +191,12 @@ def train(
     progress: Progress,
     save: Save,
     state: dict[str, Any] | None = None,
+    stride: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Train, yielding curve lines; `save` is called with the state a resumed training needs.
 
     The lines are the caller's to keep; `progress` counts steps and seconds. What is drawn is drawn on the processor, so
-    that it is the same wherever the parameters lie.
+    that it is the same wherever the parameters lie. `stride`: of clips' seconds (see `Layout`).
     """
     optimiser = torch.optim.AdamW(parameters, lr=settings.rate, weight_decay=0.01, betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(settings.seed)
@@ -201,7 +218,11 @@ def train(
         hidden = torch.rand(stage.sets, generator=generator) < settings.hidden
         text = torch.randint(stage.text + 1, (form.pages,), generator=generator).tolist()
         text = [text[0], *(count if count < stage.text // 2 else 0 for count in text[1:])]
-        prompts = lay_out(scenes, questions, words, Layout(tuple(text), language.axes, stage.short), hidden, generator)
+        clip = 0
+        if stage.clips:
+            clip = stage.clips[int(torch.randint(len(stage.clips), (1,), generator=generator))]
+        layout = Layout(tuple(text), language.axes, stage.short, clip, stride)
+        prompts = lay_out(scenes, questions, words, layout, hidden, generator)
         prompts = prompts.to(language.embedding.weight.device)
         logits = answers(language, codes, words, scenes, prompts, generator, settings.noise)
         loss = F.cross_entropy(logits.flatten(0, -2), prompts.labels.flatten(), ignore_index=IGNORED)
@@ -214,7 +235,8 @@ def train(
             right = (logits.argmax(-1) == prompts.labels)[..., -1 - questions.things.shape[2]].cpu()
             line = {
                 "step": step + 1, "seconds": round(progress.seconds), "loss": round(loss.item(), 4),
-                "form": asdict(form), "two": two, **shares(scenes, questions, right),
+                "form": asdict(form), "two": two, **({"clip": clip} if stage.clips else {}),
+                **shares(scenes, questions, right),
             }  # fmt: skip
             yield line
         if (step + 1) % _KEPT_EVERY == 0 or step + 1 == total:

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from prefill_workers.protocol import TEXT, ChunkSpan, CompactionPolicy, LinkRequest
 from prefill_workers.sequence import Run
 
@@ -105,11 +107,18 @@ def _groups(chunks: Sequence[ChunkSpan], within: Run) -> Iterator[Run]:
 def placeholder_ids(token_ids: list[int], kept: int) -> list[int]:
     """Token ids [kept] that stand for a compacted prompt in a decode engine.
 
-    It looks at no other than the last.
-
-    But repetition penalties read them: every id of the prompt is among them if there is room, those of its end first.
+    It computes none but the last. But repetition penalties read them all, and detokenizers, grammars and reasoning
+    parsers a prompt's end: so that stays as it is, as far as there is room for all other ids of the prompt before it,
+    each where it comes last. Where there is no room for all of them it is the end alone.
     """
     if kept >= len(token_ids):
         return token_ids
-    distinct = list(dict.fromkeys(reversed(token_ids)))[:kept]
-    return [token_ids[-1]] * (kept - len(distinct)) + distinct[::-1]
+    distinct, behind = np.unique(np.asarray(token_ids)[::-1], return_index=True)
+    if len(distinct) > kept:
+        return token_ids[-kept:]
+    again = np.ones(len(token_ids), dtype=bool)  # by distance from the end: ids that come once more behind
+    again[behind] = False
+    stay = int(np.flatnonzero(again)[kept - len(distinct)])
+    order = np.argsort(-behind)
+    others = distinct[order[behind[order] >= stay]]
+    return [*others.tolist(), *token_ids[-stay:]]

@@ -3,15 +3,16 @@
 A lazy layer takes its leader's visual queries and keys.
 
 Pages with questions, and the model's own greedy answers to them. Per candidate one forward over every prompt with its
-answer: the loss is the KL divergence of its next-token distributions along the answer from the model's own. Layers are
-taken up from the cheapest on, as long as the loss of all together keeps a bound. How much alike layers attend (eq. 3)
-is shown beside: by itself it does not tell what laziness costs.
+answer: the loss is the KL divergence of its next-token distributions along the answer, its end included, from the
+model's own. Layers are taken up from the cheapest on, as long as the loss of all together keeps a bound. How much alike
+layers attend (eq. 3) is shown beside: by itself it does not tell what laziness costs. So is what the cheapest layers
+together cost and would save, bound or not: a lazy layer's visual keys need be neither stored nor handed off.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +32,11 @@ from serving.bench.harness import Benchmark, Outcome
 if TYPE_CHECKING:
     from serving.bench.fidelity.reader import Reader
 
-ITEMS, QUICK_ITEMS = 24, 4  # of each split
+ITEMS, QUICK_ITEMS = 100, 4  # of each split
 SPLITS = (Split.single, Split.multi)
-ANSWER = 8  # tokens of each answer
+ANSWER = 8  # tokens of each answer, at most
 MAX_KL = 0.01  # nats, of the benchmark
-LOST = 0.01  # of answers' tokens that may come out otherwise
+LOST = 0.01  # of answers that may come out otherwise
 SEED = 78_000_001
 _ROW = "row"  # the name under which a prompt's last token is observed
 
@@ -53,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of lazy blocks: nats, and the share of the answers' tokens that come out otherwise."""
+    """Loss of lazy blocks: nats, and the share of answers of which a token comes out otherwise."""
 
     kl: float
     lost: float
@@ -63,16 +64,17 @@ def cases(reader: Reader, count: int) -> Iterator[Case]:
     """Prompts of pages and a question, `count` of each split, with the model's answers."""
     generator = torch.Generator().manual_seed(SEED)
     kind, things = FAMILIES.get(reader.checkpoint.name, FAMILIES[DEFAULT_MODEL]), tuple(THINGS)
+    ends = reader.end_tokens
     for split in SPLITS:
         form = kind.form(ASKED[split])
         scenes, questions = draw_items(split, count, form, generator)
         for index in range(count):
             pictures = [page_picture(scenes, index, page, kind.cell) for page in range(form.pages)]
             asked = [things[thing] for thing in questions.things[index, 0].tolist()]
-            yield _case(reader, reader.rendered(pictures, question(asked)))
+            yield _case(reader, reader.rendered(pictures, question(asked)), ends)
 
 
-def _case(reader: Reader, segments: Any) -> Case:
+def _case(reader: Reader, segments: Any, ends: Collection[int]) -> Case:
     from prefill_workers.engine.batch import Observing
     from prefill_workers.sequence import Embedded, LinkSequence, Run
 
@@ -94,14 +96,14 @@ def _case(reader: Reader, segments: Any) -> Case:
     logits = engine.forward([(sequence(tokens), [Run(0, n)])], ends=[0], observed=observed)
     row = engine.take_importance(_ROW)
     assert row is not None
-    own = []
-    for step in range(ANSWER):
+    own: list[Tensor] = []
+    while True:
         assert logits is not None
         own.append(logits[0].log_softmax(-1))
         tokens.append(int(own[-1].argmax()))
-        if step + 1 < ANSWER:
-            at = n + step
-            logits = engine.forward([(sequence(tokens), [Run(at, at + 1)])], ends=[0])
+        if tokens[-1] in ends or len(own) == ANSWER:
+            break
+        logits = engine.forward([(sequence(tokens), [Run(len(tokens) - 1, len(tokens))])], ends=[0])
     whole = sequence(tokens[:-1])
     visual = whole.embedding_rows(torch.arange(n))[1]
     runs = [Run(0, n), *(Run(at, at + 1) for at in range(n, len(whole)))]
@@ -118,7 +120,7 @@ def loss_of(
         for case in found:
             got = reader.engine.logits([(case.sequence, case.runs)]).log_softmax(-1)
             kl += float((case.own.exp() * (case.own - got)).sum(-1).mean())
-            lost += float((case.own.argmax(-1) != got.argmax(-1)).float().mean())
+            lost += float((case.own.argmax(-1) != got.argmax(-1)).any())
     finally:
         reader.engine.set_lazy(())
     return Loss(kl / len(found), lost / len(found))
@@ -165,11 +167,24 @@ def calibrate(reader: Reader, found: Sequence[Case], max_kl: float, console: Con
     from prefill_workers.engine.lazy_attention import blocks_of
 
     layers = reader.engine.layout.layers
+    visual = sum(int(case.visual.sum()) for case in found) / sum(len(case.visual) for case in found)
+    known: dict[tuple[tuple[int, ...], ...], Loss] = {}
+
+    def together(lazy: Sequence[int]) -> Loss:
+        blocks = blocks_of(lazy)
+        if blocks not in known:
+            known[blocks] = loss_of(reader, found, blocks)
+        return known[blocks]
+
+    def left(lazy: int) -> float:
+        """Bytes of a prompt's KV with so many lazy layers, over all: they go without visual keys."""
+        return 1 - visual * lazy / (2 * layers)
+
     similar = divergences(found)
     single: dict[str, dict[str, float]] = {}
     alone: dict[int, float] = {}
     for layer in range(1, layers):
-        vla = loss_of(reader, found, blocks_of([layer]))
+        vla = together([layer])
         gla = loss_of(reader, found, blocks_of([layer]), shares_all=True)
         alone[layer] = vla.kl
         single[f"{layer} from {layer - 1}"] = {
@@ -179,24 +194,31 @@ def calibrate(reader: Reader, found: Sequence[Case], max_kl: float, console: Con
             **{f"JS {kind}": float(values[layer - 1]) for kind, values in similar.items()},
         }
         console.print(f"  layer {layer}: KL {vla.kl:.4f}, with its text {gla.kl:.4f}", highlight=False)
+    order = sorted(alone, key=alone.__getitem__)
+    ladder: dict[str, dict[str, float]] = {}
+    for count, layer in enumerate(order, 1):
+        cost, size = together(order[:count]), left(count)
+        ladder[f"{count}: with {layer}"] = {"KL": cost.kl, "lost": cost.lost, "bytes": size}
+        console.print(
+            f"  {count} together, the last {layer}: KL {cost.kl:.4f}, {cost.lost:.1%} of answers differ, {size:.3f} of "
+            "the bytes",
+            highlight=False,
+        )
     taken: list[int] = []
-    loss, ladder = Loss(0.0, 0.0), dict[str, dict[str, float]]()
-    candidates = (layer for layer, kl in alone.items() if max_kl > 0 and kl <= max_kl)
-    for layer in sorted(candidates, key=alone.__getitem__):
-        more = loss_of(reader, found, blocks_of([*taken, layer]))
-        ladder[f"{len(taken) + 1}: with {layer}"] = {"KL": more.kl, "lost": more.lost}
+    for layer in (layer for layer in order if max_kl > 0 and alone[layer] <= max_kl):
+        more = together([*taken, layer])
         if more.kl <= max_kl and more.lost <= LOST:
-            taken, loss = [*taken, layer], more
-    visual = sum(int(case.visual.sum()) for case in found) / sum(len(case.visual) for case in found)
+            taken.append(layer)
+    loss = together(taken) if taken else Loss(0.0, 0.0)
     figures = {
         "lazy_layers": float(len(taken)),
         "kl": loss.kl,
         "lost": loss.lost,
         "visual_share": visual,
-        "bytes_with_vla": 1 - visual * len(taken) / (2 * layers),
+        "bytes_with_vla": left(len(taken)),
         "least_kl_of_a_layer": min(alone.values()),
     }
-    tables = {"one lazy layer": single} | ({"lazy layers together": ladder} if ladder else {})
+    tables = {"one lazy layer": single, "the cheapest lazy layers together": ladder}
     return Calibration(blocks_of(taken), loss, tables, figures)
 
 
@@ -234,11 +256,14 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         prefix = "" if model is not None else f"{folder.name}."
         figures |= {f"{prefix}{name}": value for name, value in found.figures.items()}
         tables |= {f"{folder.name}: {name}": rows for name, rows in found.tables.items()}
+    figures["bytes_with_vla"] = max(size for name, size in figures.items() if name.endswith("bytes_with_vla"))
     workload = {
         "models": [folder.name for folder in folders],
         "items": count,
+        "answers": count * len(SPLITS),
         "answer_tokens": ANSWER,
         "max_kl": MAX_KL,
+        "lost": LOST,
     }
     return Outcome(workload, [], figures, tables)
 
@@ -247,7 +272,7 @@ BENCHMARK = Benchmark(
     "lazy",
     "What it costs when layers share visual queries and keys, layer by layer, and what it would save.",
     run,
-    {f"{name}.bytes_with_vla": ("<=", 0.85) for name in (DEFAULT_MODEL, "llava")},
+    {"bytes_with_vla": ("<=", 0.85)},
     takes_model=True,
     takes_items=True,
 )

@@ -97,8 +97,8 @@ def lazy(
     draw_tables(f"lazy layers of {model.name}", found.tables, "±", picture)
     blocks, loss, saved = [list(block) for block in found.blocks], found.loss, 1 - found.figures["bytes_with_vla"]
     console.print(
-        f"{card}: lazy_blocks {blocks}; KL {loss.kl:.3g} nats, {loss.lost:.1%} of answers' tokens differ; {saved:.1%} "
-        f"of the KV is other layers'. Table: {picture}",
+        f"{card}: lazy_blocks {blocks}; KL {loss.kl:.3g} nats, {loss.lost:.1%} of answers differ; {saved:.1%} of a "
+        f"prompt's KV is other layers', still stored and handed off. Table: {picture}",
         highlight=False,
     )
 

@@ -37,6 +37,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
+from infra.kv_window import refusal
 from kvstore.forget import ForgetRegistry
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import (
@@ -446,9 +447,16 @@ class LinkedEngineClient(_NotOurs):
         """Compaction of a prompt as asked for.
 
         Repetition penalties read the prompt's ids, grammars whether it ends a reasoning: so many entries stay as there
-        are different ids, to name them all.
+        are different ids, to name them all. A budget of thinking counts tokens of the prompt: all stay.
+
+        Raises:
+            InvalidRequest: a window is asked for where decode workers take none.
         """
         asked = trace.options.compaction(self.compaction)
+        if asked.window is not None and (reason := refusal()) is not None:
+            raise InvalidRequest(f"orbit.{reason}", parameter="orbit.elastic.window")
+        if asked.budget < 1 and params.thinking_token_budget is not None:
+            return replace(asked, least=len(token_ids))
         reads_ids = params.repetition_penalty != 1 or params.structured_outputs is not None
         return replace(asked, least=len(set(token_ids))) if asked.budget < 1 and reads_ids else asked
 

@@ -204,17 +204,20 @@ def compacted(rig: Any, parts: list[Any], decoding: Decoding) -> list[dict[str, 
 
         ids, logprobs = model.decode(entries, token, position, steps, axes, seen)
         chosen = range(steps), said["tokens"]
-        wrong, other = model.decode(entries, token, position + 1, steps, axes, seen)
+        mistakes = {"shift": model.decode(entries, token, position + 1, steps, axes, seen)}
         if window is not None:
-            wrong, other = model.decode(entries, token, position, steps, axes)
-        alike = next((i for i, (a, b) in enumerate(zip(ids, wrong, strict=True)) if a != b), steps - 1) + 1
+            mistakes["window"] = model.decode(entries, token, position, steps, axes)
+        mistaken = {}
+        for name, (wrong, other) in mistakes.items():
+            alike = next((i for i, (a, b) in enumerate(zip(ids, wrong, strict=True)) if a != b), steps - 1) + 1
+            mistaken[name] = float((other[:alike] - logprobs[:alike]).abs().max())
         found.append(
             {
                 "case": [policy, budget, window, begun],
                 "kept": [kept, n],
                 "tokens": [said["tokens"], ids],
                 "off": float((torch.tensor(said["logprobs"]) - logprobs[chosen]).abs().max()),
-                "mistaken": float((other[:alike] - logprobs[:alike]).abs().max()),
+                "mistaken": mistaken,
                 "seen": [len(seen(len(given) + steps - 2)), len(given) + steps - 2],
             }
         )

@@ -93,7 +93,7 @@ def test_a_mean_of_rounds_is_not_taken_while_a_later_one_is_under_way(out):
 
 
 def test_a_round_goes_on_with_the_questions_that_it_was_begun_with(out):
-    list(Refining.begin(FAMILY, out / FAMILY, out / "work", counting=True).train())
+    list(Refining.begin(FAMILY, out / FAMILY, out / "work", about="counting").train())
     with pytest.raises(ValueError, match="was begun with --counting"):
         next(refine(FAMILY, out / "work", out, 4))
 
@@ -120,7 +120,7 @@ def test_a_model_is_evaluated_as_it_lies_there_and_its_card_says_so(out):
 
 
 def test_it_is_refined_on_counted_questions_where_that_is_asked_for(out):
-    lines = list(refine(FAMILY, out / "work", out, 4, counting=True))
+    lines = list(refine(FAMILY, out / "work", out, 4, about="counting"))
     assert [line["step"] for line in lines if "step" in line] == [1]
     text = (out / FAMILY / CARD).read_text()
     assert f"refine {FAMILY} --counting --threads {torch.get_num_threads()}` | 1 | " in text

@@ -150,6 +150,13 @@ class Reader:
         """Stop the engine."""
         self.engine.shutdown()
 
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end the model's answers."""
+        named = self.engine.config.model_config.try_get_generation_config().get("eos_token_id")
+        ends = named if isinstance(named, list) else [named]
+        return frozenset(end for end in (*ends, self._tokens.eos_token_id) if end is not None)
+
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     def pages(self, pictures: Sequence[Image.Image]) -> list[Page]:

@@ -19,6 +19,7 @@ from decode_workers import engine
 from decode_workers.admission import Admission
 from decode_workers.engine import DecodeEngine, NonFiniteLogits, fail_on_nan
 from decode_workers.spec import DecodeSpec
+from infra import kv_window, vllm_arguments
 from infra.kv_window import window_parameter
 from infra.pace import Pace
 from infra.reference import DEFAULT_MODEL, weights
@@ -266,6 +267,28 @@ async def test_fewer_blocks_than_the_prompt_has_are_refused_before_they_end_the_
         await read(worker, {**TRANSFER, "remote_block_ids": [[1]]})
     assert vllm.asked == []
     assert vllm.rejected == [("abandon-lease-0", "lease")], "the prefill worker gets its blocks back"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_windows_belong_to_cpus_and_gpus_have_vllms_own_connector_and_worker(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool
+):
+    for module in (engine, vllm_arguments):
+        monkeypatch.setattr(module, "uses_gpu", lambda: gpu)
+    arguments = engine.engine_arguments(DecodeSpec("model"))
+    connector = arguments["kv_transfer_config"]
+    assert connector.kv_connector == ("NixlConnector" if gpu else "EliminatingConnector")
+    assert connector.kv_connector_module_path == (None if gpu else "decode_workers.elimination")
+    assert ("worker_cls" in arguments, arguments["enforce_eager"]) == (not gpu, not gpu)
+
+
+async def test_a_window_is_refused_by_name_where_attention_knows_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kv_window, "is_cpu_build", lambda: False)
+    worker = decode(vllm := Vllm())
+    with pytest.raises(ValueError, match=r"elastic\.window: decode workers on GPUs"):
+        await read(worker, TRANSFER | window_parameter(10))
+    assert vllm.asked == []
+    assert vllm.rejected == [("abandon-lease-0", "lease")]
 
 
 async def test_room_for_an_answer_with_a_window_is_what_it_holds_at_once():

@@ -2,17 +2,24 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from infra.checkpoints.moonvit import phases
+from infra.reference import WEIGHTS
 from infra.reference.families import FAMILIES
+from infra.reference.making import Refining, draw
 from infra.reference.pictures import cell_pixels, page_picture
 from infra.reference.prompts import IGNORED, Layout, Words, lay_out
 from infra.reference.scenes import NOWHERE, STYLES, Form, Scenes, Split, draw_items, draw_questions, draw_scenes
+from infra.reference.training import MOVING, Codes, Progress, Settings, Stage, train
 from infra.reference.vocabulary import COLOURS, PATTERNS, THINGS, answer, question, words
 
 
@@ -190,6 +197,59 @@ def test_a_prompt_is_what_the_chat_template_writes(family):
     labels = prompts.labels[0, 0]
     assert labels[-1] == vocabulary.end
     assert labels[-3:-1].tolist() == prompts.tokens[0, -2:].tolist()
+
+
+@pytest.mark.parametrize("clip", [0, 1, 2, 4, 5])
+def test_positions_of_clips_are_those_of_the_model_that_is_served(clip: int):
+    """Five seconds in clips of so many, the last of which may be shorter; pictures where they are none."""
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Served
+
+    kind, form, together = FAMILIES["qwen2_5_vl"], Form(5, 6), clip or 1
+    tokens = kind.recipe.tokenizer()
+    scenes = draw_scenes(1, form, STYLES[Split.multi], generator())
+    questions = draw_questions(scenes, 1, False, 1.0, generator())
+    layout = Layout((3, 0, 2, 0, 1), 3, clip=clip, stride=kind.stride)
+    vocabulary = Words(tokens, kind.image, kind.cell_token)
+    prompts = lay_out(scenes, questions, vocabulary, layout, torch.tensor([False]), generator())
+    config = kind.recipe.model(tokens).config
+    features = []
+    for first in range(0, form.pages, together):
+        seconds = min(together, form.pages - first)
+        grid = torch.tensor([seconds, 2 * form.rows, 2 * form.columns])
+        at = SimpleNamespace(offset=int(prompts.cells[first * form.cells]))
+        data = {"video_grid_thw" if clip else "image_grid_thw": SimpleNamespace(data=grid)}
+        features.append(SimpleNamespace(mm_position=at, modality="video" if clip else "image", data=data))
+    model = SimpleNamespace(config=config)
+    model.iter_mm_grid_thw = partial(Served.iter_mm_grid_thw, model)
+    wanted, _ = Served.get_mrope_input_positions(model, prompts.tokens[0].tolist(), features)
+    assert torch.equal(prompts.positions, wanted)
+
+
+def test_a_model_learns_from_clips():
+    torch.manual_seed(1)
+    kind = FAMILIES["qwen2_5_vl"]
+    tokens = kind.recipe.tokenizer()
+    model = kind.recipe.model(tokens)
+    draw(model.named_parameters())
+    language, codes = kind.language(model), Codes(kind.recipe.hidden)
+    stage = Stage(steps=12, sets=4, forms=(Form(4, 4),), questions=4, short=True, styles=(MOVING,), clips=(2, 4))
+    parameters = [*language.text.parameters(), *model.lm_head.parameters(), *codes.parameters()]
+    words_of = Words(tokens, kind.image, kind.cell_token)
+    lines: list[dict[str, Any]] = []
+    for steps in (1, 12):
+        state = Progress()
+        taught = replace(stage, steps=steps)
+        settings = Settings(warm_up=2)
+        lines += train(
+            language, codes, words_of, parameters, (taught,), settings, state, lambda *_: None, stride=kind.stride
+        )
+    assert lines[0]["clip"] in (2, 4)
+    assert lines[1]["loss"] < 0.7 * lines[0]["loss"]
+
+
+def test_only_families_whose_clips_are_laid_out_are_trained_on_them(tmp_path: Path):
+    with pytest.raises(ValueError, match="clips of llava are not laid out for training; those of qwen2_5_vl are"):
+        Refining.begin("llava", WEIGHTS / "llava", tmp_path, about="clips", again=True)
 
 
 def test_questions_see_the_pages_and_themselves_only(family):

@@ -190,3 +190,20 @@ def test_placeholders_end_like_the_prompt_and_name_all_of_its_ids():
     short = placeholder_ids(ids, 6)
     assert (len(short), set(short), short[-1]) == (6, set(ids), 6)
     assert placeholder_ids(ids, 2) == [9, 6]
+
+
+@pytest.mark.parametrize("kept", range(1, 60))
+def test_placeholders_keep_as_much_of_the_prompts_end_as_all_other_ids_leave_room_for(kept: int):
+    ids = torch.randint(0, 20, (60,), generator=torch.Generator().manual_seed(kept)).tolist()
+    found = placeholder_ids(ids, kept)
+    assert len(found) == kept
+    if len(set(ids)) > kept:
+        assert found == ids[-kept:]
+        return
+    assert set(found) == set(ids)
+    stay = next(n for n in range(kept, 0, -1) if found[-n:] == ids[-n:])
+    others = found[: kept - stay]
+    last = {token: at for at, token in enumerate(ids)}
+    assert [last[token] for token in others] == sorted(last[token] for token in others)
+    assert len(set(others)) == len(others)
+    assert not set(others) & set(ids[-stay:]), "room for a longer end"

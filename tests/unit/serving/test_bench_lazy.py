@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from serving.bench.lazy import Case, calibrate, divergences
+from serving.bench.lazy import Case, calibrate, divergences, loss_of
 
 LAYERS = 5
 
@@ -46,9 +46,26 @@ def test_layers_are_taken_up_from_the_cheapest_while_all_together_keep_the_bound
     assert found.loss.kl <= max_kl
     lazy = sum(len(block) - 1 for block in blocks)
     assert found.figures["bytes_with_vla"] == 1 - 0.5 * lazy / (2 * LAYERS)
+    ladder = list(found.tables["the cheapest lazy layers together"].values())
+    assert [row["bytes"] for row in ladder] == [1 - 0.5 * count / (2 * LAYERS) for count in (1, 2, 3, 4)]
+    assert [row["KL"] for row in ladder] == sorted(row["KL"] for row in ladder)
     single = found.tables["one lazy layer"]
     assert single["2 from 1"]["KL"] > single["1 from 0"]["KL"] > 0
     assert single["1 from 0"]["KL, all tokens"] > single["1 from 0"]["KL"]
+
+
+def test_an_answer_counts_as_lost_whichever_of_its_tokens_comes_out_otherwise():
+    own = torch.tensor([[5.0, 0, 0], [0.2, 0, 0], [5.0, 0, 0]]).log_softmax(-1)
+
+    class Wrong(Engine):
+        def logits(self, work: Any) -> Tensor:
+            return own + torch.tensor([[0.0, 0, 0], [0, 1, 0], [0, 0, 0]])
+
+    sure = Case(None, [], own, case().visual, case().row)
+    reader: Any = SimpleNamespace(engine=Wrong({}))
+    found = loss_of(reader, [sure, sure], [(0, 1)])
+    assert found.lost == 1.0
+    assert 0 < found.kl < 0.1
 
 
 def test_divergence_is_nothing_between_equals_and_at_most_ln_2():

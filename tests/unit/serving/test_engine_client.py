@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 from engine_client_support import EOS, OUTPUTS, Roles, ask, client_of, tokens_of
+from pydantic import ValidationError
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+from infra import kv_window
+from infra.kv_window import dropped, window_parameter
+from infra.vllm_env import BLOCK_SIZE
 from kvstore.catalog.index import Entry, scopes_of
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import (
@@ -31,11 +35,13 @@ from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import (
     PROMPTS_AT_ONCE,
     ElasticOptions,
+    KVReport,
     OrbitOptions,
     RequestTrace,
     parse_options,
     set_trace,
 )
+from serving.settings import ElasticSettings
 
 
 async def test_a_link_tells_which_chunks_have_a_known_patch_in_modes_that_use_any(monkeypatch: pytest.MonkeyPatch):
@@ -485,11 +491,35 @@ async def test_repetition_penalties_and_grammars_read_the_ids_of_the_prompt_so_t
         (SamplingParams(), 0),
         (SamplingParams(repetition_penalty=1.2), 3),
         (SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")), 3),
+        (SamplingParams(thinking_token_budget=5), 9),
+        (SamplingParams(thinking_token_budget=5, repetition_penalty=1.2), 9),
+        (SamplingParams(presence_penalty=1.2, frequency_penalty=0.5, bad_words=["a"]), 0),  # of the answer alone
     ]:
         set_trace(RequestTrace(OrbitOptions(kv_budget=0.05)))
         roles = Roles()
         assert [output async for output in client_of(roles).generate(prompt, params, "request")]
         assert roles.linked[0].compaction.least == least
+
+
+@pytest.mark.parametrize("asked", [{"n": 2, "temperature": 1.0}, {"logprobs": 0}], ids=str)
+async def test_several_answers_and_log_probabilities_are_all_of_what_was_kept(asked: dict[str, Any]):
+    """No first token is drawn from all KV, whose log-probability, or whose other choices, nobody could tell."""
+    trace = RequestTrace(OrbitOptions(kv_budget=0.5, elastic=ElasticOptions(window=4)))
+    roles = Roles([7], kept=6)
+    await ask(roles, trace=trace, max_tokens=9, **asked)
+    (request,), ((given, params),) = roles.linked, roles.generated
+    assert (request.sampling, request.readers) == (None, asked.get("n", 1))
+    assert (given, params.n, params.logprobs) == ([6, 7, 8, 9, 10, 11], asked.get("n", 1), asked.get("logprobs"))
+    assert trace.report.kv is not None
+    assert trace.report.kv.first_token_saw == "kept"
+
+
+def test_entries_dropped_are_those_of_all_choices():
+    trace = RequestTrace()
+    trace.report.kv = KVReport(tokens=20, kept=20, bytes_handed_off=0, window=8)
+    transfer = {BLOCK_SIZE: 16, **window_parameter(8)}
+    trace.dropped(transfer, 20, [100, 60, 3])
+    assert trace.report.kv.dropped == dropped(20, 100, 8, 16) + dropped(20, 60, 8, 16) > dropped(20, 100, 8, 16) > 0
 
 
 async def test_an_answer_that_moves_is_linked_again_with_what_it_has_said():
@@ -507,6 +537,29 @@ async def test_a_model_whose_kv_cannot_be_reduced_says_so_by_name():
     refused = CompactionRefused("kv_budget: its attention has sliding window")
     with pytest.raises(InvalidRequest, match=r"orbit\.kv_budget: its attention has sliding window"):
         await ask(Roles(link=[refused]), trace=RequestTrace(OrbitOptions(kv_budget=0.5)))
+
+
+async def test_a_window_is_refused_before_anything_is_linked_where_decode_workers_take_none(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(kv_window, "is_cpu_build", lambda: False)
+    roles = Roles([7])
+    with pytest.raises(InvalidRequest, match=r"orbit\.elastic\.window: decode workers on GPUs"):
+        await ask(roles, trace=RequestTrace(parse_options({"elastic": {"window": 8}})))
+    assert roles.calls == []
+    with pytest.raises(ValidationError, match=r"elastic\.window: decode workers on GPUs"):
+        ElasticSettings(window=8)
+    assert ElasticSettings().compaction == Compaction()
+
+
+async def test_penalties_of_an_answer_that_moves_read_what_was_said_too():
+    trace = RequestTrace(OrbitOptions(kv_budget=0.05, elastic=ElasticOptions(window=4)))
+    roles = Roles([7], kept=13, between=[RoleUnavailable("gone")])
+    await ask(roles, trace=trace, max_tokens=9, repetition_penalty=1.2)
+    assert [request.compaction.least for request in roles.linked] == [12, 13]
+    assert [request.compaction.window for request in roles.linked] == [4, 4]
+    given, _ = roles.generated[1]
+    assert given == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 7, 100]
 
 
 async def test_a_service_may_set_what_requests_do_not_ask_for():
