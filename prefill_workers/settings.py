@@ -166,6 +166,11 @@ class PrefillSettings(BaseModel):
         description="Let prompts that begin like earlier ones, text and images, share these KV blocks: nothing of that "
         "is computed again. They stay until the pool needs them.",
     )
+    keep_answers: bool = Field(
+        True,
+        description="Compute the KV of answers in idle time, behind their prompts' blocks, so that the next turn of a "
+        "chat, which brings the answer back, computes what is new alone. Not without `prefix_cache`.",
+    )
     first_token: bool = Field(
         True,
         description="Let the worker that links a prompt draw the answer's first token, so that the client has it "

@@ -126,6 +126,7 @@ class PrefillEngine:
         # vLLM's executor of several ranks matches answers to calls by their order; requests are planned on many threads
         self._calls = threading.Lock() if spec.tensor_parallel_size > 1 else nullcontext()
         self.silent = False  # for good: a rank does not answer
+        self.tokens_forwarded = 0  # by forwards through all layers
         config = self._llm.llm_engine.vllm_config
         self.config = config
         self.max_model_len: int = config.model_config.max_model_len
@@ -193,7 +194,9 @@ class PrefillEngine:
         extra: tuple[Any, ...] = (arriving, deadline) if arriving else ()
         if observed:
             extra = (arriving, deadline, None, None, observed)
-        return self._call("forward_runs", assemble(work, self.block_size), [rows[i] for i in ends], *extra)
+        batch = assemble(work, self.block_size)
+        self.tokens_forwarded += len(batch.slots)
+        return self._call("forward_runs", batch, [rows[i] for i in ends], *extra)
 
     def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
         """`forward` through the first `layers` layers only: the others' KV stays what it was."""
@@ -230,6 +233,7 @@ class PrefillEngine:
         """
         shallow = None if first is None else (assemble(first[0], self.block_size), first[1])
         batch = assemble(work, self.block_size)
+        self.tokens_forwarded += len(batch.slots)
         rows = range(len(batch.rows.lengths))
         return self._call("forward_runs", batch, rows, arriving, math.inf, None, shallow)
 

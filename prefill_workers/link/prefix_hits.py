@@ -15,6 +15,7 @@ only those who ask for it in the same mode (`form_of`), while that operating poi
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,12 @@ class PrefixHits:
         chain = prefix_chain(request.tenant, request.token_ids, request.chunks, self.index.block_size)
         return chain, self.match(request, chain, frame)
 
-    def match(self, request: LinkRequest, chain: PrefixChain, frame: int) -> PrefixMatch:
-        """The longest beginning that is known, but for the last token: a forward ends every prompt."""
+    def match(self, request: LinkRequest, chain: PrefixChain, frame: int, limit: int | None = None) -> PrefixMatch:
+        """The longest beginning that is known.
+
+        `limit`: its tokens at most; None: all but the last, since a forward ends every prompt.
+        """
+        limit = len(request.token_ids) - 1 if limit is None else limit
         asked = asked_by(request)
         takes_patches = looks_up_patch(request.mode) and self._fidelity.allows(OperatingPoint.PATCHED)
         takes_exact = request.mode.kind in (ModeKind.AUTO, ModeKind.EXACT)
@@ -63,18 +68,21 @@ class PrefixHits:
                 return False
             return takes_patches or not takes_exact
 
-        return self.index.match(chain, frame, len(request.token_ids) - 1, allows)
+        return self.index.match(chain, frame, limit, allows)
 
     def place(self, plan: LinkPlan) -> None:
         """Copy what a link begins with and cannot refer to into blocks of its own, once."""
         if plan.is_prefix_placed:
             return
         plan.is_prefix_placed = True
-        match, size = plan.prefix, self.index.block_size
-        copied = [i for i in range(len(match.blocks)) if not match.is_shared(i, size)]
-        if not copied:
-            return
         began = time.perf_counter()
+        if self.copy(plan.prefix, plan.sequence.blocks):
+            plan.took("prefix", time.perf_counter() - began)
+
+    def copy(self, match: PrefixMatch, blocks: Sequence[int]) -> bool:
+        """Copy what a sequence in `blocks` begins with and cannot refer to. False if there is nothing to copy."""
+        size = self.index.block_size
+        copied = [i for i in range(len(match.blocks)) if not match.is_shared(i, size)]
 
         def shift(i: int) -> int:
             return match.frame - match.blocks[i].frame
@@ -84,11 +92,11 @@ class PrefixHits:
             tokens = min((indices[-1] + 1) * size, match.tokens) - indices[-1] * size  # of the last
             self._engine.copy_kv(
                 [match.blocks[i].block for i in indices],
-                [plan.sequence.blocks[i] for i in indices],
+                [blocks[i] for i in indices],
                 (len(indices) - 1) * size + tokens,
                 turned,
             )
-        plan.took("prefix", time.perf_counter() - began)
+        return bool(copied)
 
     def keep(self, plan: LinkPlan, tokens: int | None = None) -> None:
         """Name the blocks of a link that has ended, and still holds them.

@@ -115,6 +115,7 @@ class PrefillWorker:
             owner=lease_owner(os.getpid(), self._name),
             learns=settings.form_patches,
             compiles=settings.compile_limits(linker.compose_up_to),
+            keeps_answers=settings.keep_answers,
             cost_model=measure_forward_cost(self._engine),
             loaded=self._loaded,
             crowded=lambda: self._deficits.is_crowded,
@@ -227,6 +228,10 @@ class PrefillWorker:
     async def renew(self, lease: str) -> LeaseState:
         """Keep a link's KV for longer: it is still wanted. Returns what this replica knows of it."""
         return self._loop.renew(lease)
+
+    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        """Compute an answer's KV in idle time, if the link was made here."""
+        self._loop.keep_answer(lease, token_ids)
 
     async def fidelity(self) -> tuple[str, list[PointStatus]]:
         """This replica's name, and its measurements of every approximate operating point."""

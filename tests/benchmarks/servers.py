@@ -244,6 +244,10 @@ class EmbeddedRoles:
         """See `prefill_workers.scheduler.prefill_loop`."""
         return self._loop.renew(lease)
 
+    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        """See `prefill_workers.scheduler.prefill_loop`."""
+        self._loop.keep_answer(lease, token_ids)
+
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """See `decode_workers.engine`."""
         await self._decode.abandon(transfer, readers)

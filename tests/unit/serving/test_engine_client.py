@@ -286,6 +286,32 @@ async def test_the_first_token_comes_with_the_link_and_the_decode_engine_goes_on
     assert roles.abandoned == []
 
 
+@pytest.mark.parametrize("first_tokens", [[41], [], [EOS]], ids=["from prefill on", "by decode", "one token"])
+async def test_the_worker_that_linked_a_prompt_is_told_its_answer(first_tokens: list[int]):
+    roles = Roles(first_tokens=first_tokens)
+    outputs = await ask(roles, temperature=0)
+    await asyncio.sleep(0)
+    assert roles.kept_answers == [("lease-1", tokens_of(outputs))]
+
+
+async def test_of_an_answer_that_moved_the_second_worker_is_told_what_is_behind_its_link():
+    roles = Roles(first_tokens=[7], between=[None, RoleUnavailable("gone")])
+    await ask(roles)
+    await asyncio.sleep(0)
+    assert roles.kept_answers == [("lease-2", [100, 101, 102])]
+
+
+@pytest.mark.parametrize(
+    ("trace", "params"), [(RequestTrace(OrbitOptions(mode="off")), {}), (None, {"n": 2})], ids=["off", "two answers"]
+)
+async def test_an_answer_that_no_next_turn_could_find_is_not_kept(trace: RequestTrace | None, params: dict[str, Any]):
+    roles = Roles()
+    await ask(roles, trace, **params)
+    await asyncio.sleep(0)
+    assert roles.generated
+    assert not roles.kept_answers
+
+
 async def test_the_first_token_is_there_before_a_decode_engine_is_asked():
     roles = Roles(first_tokens=[7], generate=[ValueError("the pool is too small")])
     client = client_of(roles)
