@@ -62,6 +62,7 @@ from serving.frontend.prompt_segments import Delimiters, Segments, image_delimit
 from serving.frontend.rate_limits import RateLimits
 from serving.frontend.report import (
     LOAD_BEARING,
+    SURVIVORS_KNOW,
     ChunkReport,
     KVReport,
     OrbitReport,
@@ -643,7 +644,8 @@ def _report(
     if trace.costs:
         report.chunks = [costs.of(chunk) for costs, chunk in zip(trace.costs, report.chunks, strict=True)]
     if result.session is not None and trace.session is not None:
-        report.session = SessionReport(id=trace.session.id, **asdict(result.session))
+        note = SURVIVORS_KNOW if result.session.survived else None
+        report.session = SessionReport(id=trace.session.id, **asdict(result.session), note=note)
     report.prompt_tokens = prompt_tokens
     report.tokens_reused = result.tokens_reused
     report.tokens_computed = result.tokens_computed
