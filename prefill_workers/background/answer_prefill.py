@@ -1,4 +1,4 @@
-"""Prefill of answers in idle time: a chat's next turn begins with its last prompt and the answer.
+"""Prefill of answers in idle time, for the next turns of their chats.
 
 A decode engine generates the answer, and its KV of it ends there. While the user reads, the worker that linked the
 prompt computes the answer's KV again, behind the prompt's blocks, where the next turn finds it like any beginning
@@ -139,7 +139,10 @@ class AnswerPrefill:
             del self._waiting[lease]
 
     def step(self) -> None:
-        """Do the next piece: at most one forward. Answers take turns; one whose piece fails is dropped."""
+        """Do the next piece: at most one forward.
+
+        Answers take turns; one whose piece fails is dropped.
+        """
         lease, answer = self._waiting.popitem(last=False)
         if not self._compute(answer):
             self._waiting[lease] = answer

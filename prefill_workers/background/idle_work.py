@@ -1,4 +1,4 @@
-"""Idle work of a prefill worker: answers, harvests and checks of finished links, compiling ahead.
+"""Idle work of a prefill worker: answers, harvests, checks, compiling ahead.
 
 The KV of an answer (see `answer_prefill`) comes first: its user's next turn may come within seconds, and it is short.
 Harvests hold their sequence's blocks until the conditioned KV has been read out, as measurements do that requests ask

@@ -23,6 +23,7 @@ from prefill_workers.background.compile_queue import (
     jobs,
 )
 from prefill_workers.background.recent_chunks import RecentChunks
+from prefill_workers.host_blocks import HostStats
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitForming
@@ -35,7 +36,7 @@ _KNOWN_CHUNKS = 512  # that requests brought last, of all tenants
 
 @dataclass(frozen=True)
 class CompileStats:
-    """Counters of compiling ahead, and of other work that no request waits for.
+    """Counters of compiling ahead, of other work that no request waits for, and of what is kept for prompts.
 
     Attributes:
         waiting: jobs left.
@@ -46,6 +47,7 @@ class CompileStats:
         dropped: patches that the compiler had no room for or could not form, whatever they came of.
         idle_tokens: that forwards computed in idle time, for whatever.
         answers: of `answer_prefill`.
+        host: of `host_blocks`.
     """
 
     waiting: int
@@ -55,6 +57,7 @@ class CompileStats:
     dropped: int = 0
     idle_tokens: int = 0
     answers: AnswerStats = field(default_factory=AnswerStats)
+    host: HostStats = field(default_factory=HostStats)
 
 
 class PatchPrecompiler:

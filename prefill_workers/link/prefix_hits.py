@@ -15,7 +15,7 @@ only those who ask for it in the same mode (`form_of`), while that operating poi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,10 @@ class PrefixHits:
         `limit`: its tokens at most; None: all but the last, since a forward ends every prompt.
         """
         limit = len(request.token_ids) - 1 if limit is None else limit
+        return self.index.match(chain, frame, limit, self.allows(request))
+
+    def allows(self, request: LinkRequest) -> Callable[[ChunkForm], bool]:
+        """Tell of a chunk's form whether it may serve a request."""
         asked = asked_by(request)
         takes_patches = looks_up_patch(request.mode) and self._fidelity.allows(OperatingPoint.PATCHED)
         takes_exact = request.mode.kind in (ModeKind.AUTO, ModeKind.EXACT)
@@ -68,7 +72,7 @@ class PrefixHits:
                 return False
             return takes_patches or not takes_exact
 
-        return self.index.match(chain, frame, limit, allows)
+        return allows
 
     def place(self, plan: LinkPlan) -> None:
         """Copy what a link begins with and cannot refer to into blocks of its own, once."""
@@ -80,7 +84,10 @@ class PrefixHits:
             plan.took("prefix", time.perf_counter() - began)
 
     def copy(self, match: PrefixMatch, blocks: Sequence[int]) -> bool:
-        """Copy what a sequence in `blocks` begins with and cannot refer to. False if there is nothing to copy."""
+        """Copy what a sequence in `blocks` begins with and cannot refer to.
+
+        False if there is nothing to copy.
+        """
         size = self.index.block_size
         copied = [i for i in range(len(match.blocks)) if not match.is_shared(i, size)]
 

@@ -31,14 +31,18 @@ from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.compaction.plan import compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
+from prefill_workers.host_blocks import HostBlocks, HostStats
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
+from prefill_workers.modes import uses_library
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Scratch
+from prefill_workers.prefix_digests import prefix_chain
 from prefill_workers.protocol import (
     CompactionRefused,
     HandedOff,
     LeaseState,
+    LinkRequest,
     LinkResult,
     LoadBearing,
     Overloaded,
@@ -94,6 +98,7 @@ class PrefillLoop:
             that are on their way.
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
         cost_model: what forwards take; None: it is learnt from them.
+        host_bytes: host memory for blocks that prompts may begin with, behind the pool.
         keeps_answers: whether the KV of answers is computed in idle time, where prompts' blocks are kept.
         loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
         crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
@@ -112,6 +117,7 @@ class PrefillLoop:
         learns: bool = True,
         compiles: CompileLimits | None = None,
         patience_seconds: float = 0.5,
+        host_bytes: int = 0,
         keeps_answers: bool = True,
         cost_model: ForwardCostModel | None = None,
         loaded: KVLoadBudget | None = None,
@@ -136,6 +142,9 @@ class PrefillLoop:
         refresh = caches.register(SessionRefresh(engine, linker.library, linker.sessions, spare))
         measured = LoadBearingChecks(engine, linker.library, harvester, self._pool, spare)
         self._measured = caches.register(measured)
+        self._host: HostBlocks | None = None
+        if host_bytes and linker.prefixes is not None and not engine.has_quantised_kv:
+            self._host = caches.register(HostBlocks(engine, self._pool, linker.prefixes, host_bytes))
         self._answers: AnswerPrefill | None = None
         if keeps_answers and linker.prefixes is not None:
             self._answers = caches.register(AnswerPrefill(engine, self._pool, linker.prefixes, self._piece))
@@ -270,6 +279,17 @@ class PrefillLoop:
             self._wake.notify()
         return done
 
+    def bring_back(self, request: LinkRequest) -> Future[None] | None:
+        """Copy back, before it is planned, what a prompt begins with and host memory has; None: nothing.
+
+        Raises:
+            RuntimeError: the loop ends, or has ended.
+        """
+        if self._host is None or not uses_library(request.mode):
+            return None
+        chain = prefix_chain(request.tenant, request.token_ids, request.chunks, self._pool.block_size)
+        return self.call(partial(self._host.restore, request, chain)) if self._host.holds(chain) else None
+
     def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
         """Compute an answer's KV in idle time, if this loop has linked its prompt lately.
 
@@ -326,7 +346,11 @@ class PrefillLoop:
             seconds_per_token=scheduler.cost_model.cost.seconds_per_token,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
-            compiled=replace(self._background.compiled(), idle_tokens=self._idle_tokens),
+            compiled=replace(
+                self._background.compiled(),
+                idle_tokens=self._idle_tokens,
+                host=HostStats() if self._host is None else self._host.stats(),
+            ),
         )
 
     @property

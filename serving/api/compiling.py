@@ -53,7 +53,15 @@ def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
         "Answers whose KV is not computed: others came later, or nothing is left of the prompt or of free blocks.",
         labels=["replica", "reason"],
     )
+    host = GaugeMetricFamily(
+        "orbitserve_prefix_host_bytes", "KV of prompts' beginnings in host memory, behind the pool.", labels=["replica"]
+    )
+    restored = CounterMetricFamily(
+        "orbitserve_prefix_blocks_restored", "KV blocks that came back from there.", labels=["replica"]
+    )
     for replica, stats in compiled.items():
+        host.add_metric([replica], stats.host.nbytes)
+        restored.add_metric([replica], stats.host.restored)
         idle.add_metric([replica], stats.idle_tokens)
         answers.add_metric([replica], stats.answers.tokens)
         for reason, count in stats.answers.given_up.items():
@@ -65,4 +73,4 @@ def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
             forwards.add_metric([replica, job], count)
         for reason, count in stats.given_up.items():
             given_up.add_metric([replica, reason], count)
-    yield from (waiting, forwards, seconds, given_up, dropped, idle, answers, unkept)
+    yield from (waiting, forwards, seconds, given_up, dropped, idle, answers, unkept, host, restored)

@@ -112,7 +112,7 @@ class Roles(FidelityRoles, CompilingRoles, SessionRoles, LoadBearingRoles, Proto
         """Renew the lease on linked KV. Returns what the worker knows of it."""
 
     async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
-        """Let the worker that linked a prompt compute the KV of its answer, when it has nothing else to do."""
+        """Let the worker that linked a prompt compute its answer's KV in idle time."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Let the prefill worker free the linked KV's blocks, which will not be read."""

@@ -115,6 +115,7 @@ class PrefillWorker:
             owner=lease_owner(os.getpid(), self._name),
             learns=settings.form_patches,
             compiles=settings.compile_limits(linker.compose_up_to),
+            host_bytes=settings.prefix_cache_bytes,
             keeps_answers=settings.keep_answers,
             cost_model=measure_forward_cost(self._engine),
             loaded=self._loaded,
@@ -198,6 +199,8 @@ class PrefillWorker:
     async def _link_embedded(self, request: LinkRequest, given: Mapping[int, Tensor], vision_ms: float) -> LinkResult:
         loop = asyncio.get_running_loop()
         async with self._loaded.room_for(request) as waited:
+            if (coming := self._loop.bring_back(request)) is not None:
+                await asyncio.wrap_future(coming)
             plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
             plan.took("queue", waited)
             if vision_ms:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rig import Linked, Part, Rig, all_free, apart, fill
 
-from prefill_workers.modes import OperatingPoint
+from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.prefix_digests import GRAIN
 from prefill_workers.protocol import LinkRequest, PixelsNeeded
 
@@ -74,6 +74,28 @@ def test_an_answer_is_computed_in_idle_time_and_the_next_turn_begins_with_it(rig
     assert linked.result.prefix_tokens_reused > n + GRAIN
     assert same(linked, whole)
     assert rig.loop.stats().harvest_failures == 0
+    rig.wait_until_free()
+    assert all_free(rig)
+
+
+def test_what_the_pool_evicts_comes_back_from_host_memory(make_rig: Callable[..., Rig]):
+    rig = make_rig(keeps_prefixes=True, learns=False, host_bytes=1 << 28)
+    first, asked = rig.link(FIRST, "exact"), rig.render(SECOND)
+    request = LinkRequest("test", asked.token_ids, asked.chunks, Mode.EXACT)
+    for lease in fill(rig):
+        rig.loop._pool.abandon(lease)
+    with pytest.raises(PixelsNeeded):
+        rig.linker.plan(request)
+    coming = rig.loop.bring_back(request)
+    assert coming is not None
+    coming.result(60)
+    plan = rig.linker.plan(request)
+    linked = rig.finish(plan, rig.loop.submit(plan).result(60))
+    known = linked.result.prefix_tokens_reused
+    assert linked.points == ["prefix", "prefix"]
+    assert known >= len(first.plan.sequence) - GRAIN
+    assert torch.equal(linked.kv[:, :known], first.kv[:, :known])
+    assert rig.loop.stats().compiled.host.restored == -(-known // rig.engine.block_size)
     rig.wait_until_free()
     assert all_free(rig)
 

@@ -201,7 +201,10 @@ class Progress:
         self._since = clock()
 
     def begin(self, name: str) -> None:
-        """Go on with the next table. One that was measured before takes no time, and counts for nothing."""
+        """Go on with the next table.
+
+        One that was measured before takes no time, and counts for nothing.
+        """
         self._name, self._done, self._since = name, 0, self._clock()
         self._left -= 1
         self._console.print(f"  {name}")
