@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.disabled_points import PointDecision
     from prefill_workers.fidelity.monitor import PointStatus
+    from prefill_workers.link.plan import LinkPlan
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.patch_compiler import PatchJob
     from prefill_workers.protocol import LeaseState, LinkResult, LoadBearing, PrefetchRequest, SessionInfo
@@ -199,9 +200,7 @@ class PrefillWorker:
     async def _link_embedded(self, request: LinkRequest, given: Mapping[int, Tensor], vision_ms: float) -> LinkResult:
         loop = asyncio.get_running_loop()
         async with self._loaded.room_for(request) as waited:
-            if (coming := self._loop.bring_back(request)) is not None:
-                await asyncio.wrap_future(coming)
-            plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
+            plan = await loop.run_in_executor(self._planners, self._plan, request, given)
             plan.took("queue", waited)
             if vision_ms:
                 plan.stages_ms["vision"] = vision_ms
@@ -218,6 +217,12 @@ class PrefillWorker:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     self._loop.abandon(future.result().lease)
                 raise
+
+    def _plan(self, request: LinkRequest, given: Mapping[int, Tensor]) -> LinkPlan:
+        """Plan a link, once host memory has given back what its prompt begins with."""
+        if (coming := self._loop.bring_back(request)) is not None:
+            coming.result()
+        return self._linker.plan(request, given)
 
     async def link_tiny(self, readers: int = 1) -> dict[str, Any]:
         """Transfer of a tiny prompt, `TINY_PROMPT`, for so many decode engines to pull."""

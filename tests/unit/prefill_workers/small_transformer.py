@@ -38,6 +38,9 @@ class Transformer:
     def read_kv(self, blocks: Sequence[int], start: int, count: int) -> Tensor:
         return self.pages[:, self.slots(blocks, start, start + count)].clone()
 
+    def finish_writes(self) -> None:
+        """Nothing: writes end at once."""
+
     def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
         self.write_kv(relocate(self.read_kv(sources, 0, tokens), shift, GQA), self.slots(targets, 0, tokens))
 

@@ -65,7 +65,8 @@ def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False
     worker = object.__new__(PrefillWorker)
     worker._meter = SimpleNamespace(linked=lambda result: None)
     worker._engine = SimpleNamespace(silent=silent, check_handshake=nothing)
-    worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
+    loop = {"alive": lambda: alive, "failing": failing, "stop": lambda: None, "bring_back": lambda request: None}
+    worker._loop = SimpleNamespace(**loop)
     worker._library = SimpleNamespace(close=lambda: None)
     worker._loaded = KVLoadBudget(100, bytes_per_token=10)
     worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
