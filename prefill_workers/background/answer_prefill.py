@@ -143,9 +143,15 @@ class AnswerPrefill:
 
         Answers take turns; one whose piece fails is dropped.
         """
-        lease, answer = self._waiting.popitem(last=False)
-        if not self._compute(answer):
-            self._waiting[lease] = answer
+        lease, answer = next(iter(self._waiting.items()))
+        over = True
+        try:
+            over = self._compute(answer)
+        finally:  # only now: until then it counts as work to be done
+            if over:
+                del self._waiting[lease]
+            else:
+                self._waiting.move_to_end(lease)
 
     def _compute(self, answer: _Answer) -> bool:
         """Compute the next piece of an answer. True if nothing is left, or it is given up."""
