@@ -139,21 +139,23 @@ class HostBlocks:
     def _keep(self, blocks: Sequence[int]) -> None:
         """Copy blocks that the pool is about to hand out."""
         self._clear_with(self._hits.index)
-        named = [(block, one) for block in blocks if (one := self._hits.index.get(block)) is not None]
+        named = [cached for block in blocks if (cached := self._hits.index.get(block)) is not None]
         if not named:
             return
         size = self._pool.block_size
-        kv = self._engine.read_kv([block for block, _ in named], 0, len(named) * size)
-        for (_, cached), part in zip(named, kv.split(size, 1), strict=True):
-            one = _HostBlock(cached, part.clone())
-            self._blocks[one] = None
-            self._nbytes += one.kv.nbytes
+        kv = self._engine.read_kv([cached.block for cached in named], 0, len(named) * size)
+        for cached, part in zip(named, kv.split(size, 1), strict=True):
+            block = _HostBlock(cached, part.clone())
+            self._blocks[block] = None
+            self._nbytes += block.kv.nbytes
             for digest in cached.names:
-                self._named.setdefault(digest, []).append(one)
+                self._named.setdefault(digest, []).append(block)
         while self._nbytes > self._max_bytes:
             self._drop(next(iter(self._blocks)))
 
     def _drop(self, one: _HostBlock) -> None:
+        if one not in self._blocks:  # of those that come back some may have given way to what makes room for them
+            return
         del self._blocks[one]
         self._nbytes -= one.kv.nbytes
         for digest in one.cached.names:

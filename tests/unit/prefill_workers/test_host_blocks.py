@@ -157,6 +157,18 @@ def test_the_longest_unused_goes_first(worker: Worker):
     assert small.known(other) == 20
 
 
+def test_what_comes_back_may_give_way_to_what_makes_room_for_it(worker: Worker):
+    small = Worker(host_blocks=5)
+    small.link(request())
+    before = small.kv(request())
+    small.evict()
+    small.link(LinkRequest("r", [*range(30, 69)]))  # nine blocks that others begin with, one that none does
+    small.restore(request())
+    assert small.known(request()) == 20
+    assert torch.equal(small.kv(request()), before)
+    assert small.host.stats().blocks == 4
+
+
 def test_deleted_content_does_not_come_back(worker: Worker):
     worker.link(request())
     worker.evict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,17 +23,21 @@ from prefill_workers.protocol import (
     CompactionPolicy,
     CompactionRefused,
     LeaseState,
+    LinkResult,
     Overloaded,
     PromptTooLarge,
+    SessionOutcome,
 )
 from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import (
     PROMPTS_AT_ONCE,
+    SURVIVORS_KNOW,
     ElasticOptions,
     OrbitOptions,
     RequestTrace,
+    SessionOptions,
     parse_options,
     set_trace,
 )
@@ -310,6 +315,18 @@ async def test_an_answer_that_no_next_turn_could_find_is_not_kept(trace: Request
     await asyncio.sleep(0)
     assert roles.generated
     assert not roles.kept_answers
+
+
+@pytest.mark.parametrize("survived", [0, 2])
+async def test_the_report_says_that_survivors_know_what_left(survived: int):
+    class Sessions(Roles):
+        async def link(self, *arguments: Any) -> LinkResult:
+            return replace(await super().link(*arguments), session=SessionOutcome(prefix=1, survived=survived))
+
+    trace = RequestTrace(OrbitOptions(session=SessionOptions(id="s")))
+    await ask(Sessions(), trace)
+    report = trace.document()["session"]
+    assert (report["survived"], report.get("note")) == (survived, SURVIVORS_KNOW if survived else None)
 
 
 async def test_the_first_token_is_there_before_a_decode_engine_is_asked():
