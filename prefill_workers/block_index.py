@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -104,6 +104,8 @@ class BlockIndex:
     Attributes:
         epoch: ends when anything is forgotten. Blocks of a link that was planned before are not named any more: they
             may hold what was forgotten.
+        clears: how often all were forgotten.
+        is_elsewhere: of a digest that names none of these blocks any more, whether one can be brought back.
     """
 
     def __init__(self, block_size: int, *, relocates: bool = True) -> None:
@@ -114,6 +116,8 @@ class BlockIndex:
         self._blocks: dict[int, CachedBlock] = {}
         self._marked: dict[bytes, None] = {}  # digests that routers know by their marks; last came the latest prompt's
         self.marks_version = 0
+        self.clears = 0
+        self.is_elsewhere: Callable[[bytes], bool] = lambda digest: False
 
     def marks(self, limit: int) -> bytes:
         """Marks of up to `limit` beginnings, the latest prompts'; `marks_version` changes with them."""
@@ -232,6 +236,27 @@ class BlockIndex:
         known.append(cached)
         cached.names.append(digest)
 
+    def get(self, block: int) -> CachedBlock | None:
+        """A block that is named; None if it is not."""
+        return self._blocks.get(block)
+
+    def named(self, digest: bytes) -> list[CachedBlock]:
+        """Blocks in which a beginning ends."""
+        with self._lock:
+            return [*self._named.get(digest, ())]
+
+    def add_again(self, block: int, evicted: CachedBlock, epoch: int) -> bool:
+        """Name a block that holds the KV of one that was evicted; False if anything was forgotten since `epoch`."""
+        with self._lock:
+            if epoch != self.epoch:
+                return False
+            cached = replace(evicted, block=block, names=[])
+            for digest in evicted.names:
+                self._name(cached, digest, len(cached.forms))
+            if cached.names:
+                self._blocks[block] = cached
+            return True
+
     def drop(self, block: int) -> None:
         """Forget a block, which is about to hold other KV."""
         with self._lock:
@@ -246,9 +271,19 @@ class BlockIndex:
             known.remove(cached)
             if not known:
                 del self._named[digest]
-                if digest in self._marked:
-                    del self._marked[digest]
-                    self.marks_version += 1
+                if not self.is_elsewhere(digest):
+                    self._unmark(digest)
+
+    def unmark(self, digest: bytes) -> None:
+        """Tell routers no more of a beginning, unless a block is named by it."""
+        with self._lock:
+            if digest not in self._named:
+                self._unmark(digest)
+
+    def _unmark(self, digest: bytes) -> None:
+        if digest in self._marked:
+            del self._marked[digest]
+            self.marks_version += 1
 
     def forget(self, content: str, tenant: str) -> None:
         """Forget all blocks of prompts in which a deleted content stands before or in them."""
@@ -266,6 +301,7 @@ class BlockIndex:
         """Forget all blocks."""
         with self._lock:
             self.epoch += 1
+            self.clears += 1
             self.marks_version += 1
             for known in (self._named, self._blocks, self._marked):
                 known.clear()

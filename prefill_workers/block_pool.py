@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -53,6 +53,9 @@ class BlockPool:
         lease_seconds: how long a lease lives without being renewed.
         owner: prefix of lease ids, unique among prefill workers.
         index: names of blocks that outlive their lease; None: none do.
+
+    Attributes:
+        on_evict: called with cached blocks that are about to hold other KV, while they are still named.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class BlockPool:
         self._lease_seconds = lease_seconds
         self._ids = (f"{owner}-{n}" for n in count())
         self._clock = clock
+        self.on_evict: Callable[[Sequence[int]], None] = lambda blocks: None
 
     @property
     def free(self) -> int:
@@ -140,13 +144,22 @@ class BlockPool:
         if needed > free:
             raise PoolExhausted(f"{needed} KV blocks needed, {free} of {self.total} free")
         self._refer(taken)
-        own = [self._next_free() for _ in range(needed)]
+        own = self._take(needed)
         self._refer(own)
         rest = iter(own)
         blocks = tuple(shared[i] if i in shared else next(rest) for i in range(self.blocks_for(tokens)))
         lease = Lease(next(self._ids), blocks, sources, readers, 0, self._clock() + self._lease_seconds)
         self._leases[lease.id] = lease
         return lease
+
+    def take_cached(self, count: int, besides: Iterable[int]) -> list[int]:
+        """Take blocks for KV that is to be cached again, without a lease: up to `count`, none of `besides`."""
+        kept = [block for block in besides if block in self._cached]
+        for block in kept:
+            self._cached.move_to_end(block)
+        taken = self._take(min(count, self.free - len(kept)))
+        self._cached.update(dict.fromkeys(taken))
+        return taken
 
     def end_copying(self, lease: Lease) -> None:
         """Let go of the blocks that a lease's KV was copied from."""
@@ -215,13 +228,15 @@ class BlockPool:
         self.end_copying(lease)
         self._let_go(lease.blocks)
 
-    def _next_free(self) -> int:
-        if self._free:
-            return self._free.popleft()
-        block, _ = self._cached.popitem(last=False)
-        if self._index is not None:
-            self._index.drop(block)
-        return block
+    def _take(self, count: int) -> list[int]:
+        """Free blocks, and cached ones where these do not suffice."""
+        taken = [self._free.popleft() for _ in range(min(count, len(self._free)))]
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(taken))]
+        if evicted and self._index is not None:
+            self.on_evict(evicted)
+            for block in evicted:
+                self._index.drop(block)
+        return [*taken, *evicted]
 
     def _refer(self, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -384,7 +384,8 @@ class LeaseState(StrEnum):
 class Sampling:
     """Parameters by which a token is drawn from its logits.
 
-    Names and meaning are those of vLLM's `SamplingParams`. `temperature` 0 takes the likeliest, `top_k` 0 allows all.
+    Names and meaning are those of vLLM's `SamplingParams`. `temperature` 0 takes the likeliest; `top_k` 0 and no
+    `allowed_token_ids` allow all.
     """
 
     temperature: float = 0.0
@@ -393,3 +394,4 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()

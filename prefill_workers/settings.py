@@ -174,6 +174,17 @@ class PrefillSettings(BaseModel):
         description="Let prompts that begin like earlier ones, text and images, share these KV blocks: nothing of that "
         "is computed again. They stay until the pool needs them.",
     )
+    prefix_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="Host memory for blocks of `prefix_cache` that the pool has no room for. They come back by copy "
+        "when a prompt begins with them. For GPUs: on a CPU the pool itself lies there. 0: none.",
+    )
+    keep_answers: bool = Field(
+        True,
+        description="Compute the KV of answers in idle time, behind their prompts' blocks, so that the next turn of a "
+        "chat, which brings the answer back, computes what is new alone. Not without `prefix_cache`.",
+    )
     first_token: bool = Field(
         True,
         description="Let the worker that links a prompt draw the answer's first token, so that the client has it "

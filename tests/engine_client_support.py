@@ -40,6 +40,7 @@ class Roles:
         self.calls: list[str] = []
         self.abandoned: list[tuple[str, int]] = []
         self.renewed: list[str] = []
+        self.kept_answers: list[tuple[str, list[int]]] = []
         self.lease = LeaseState.HELD  # what a renewal answers
         self.admits_after = 2  # renewals
         self.admits: asyncio.Event | None = None  # what `generate` waits for
@@ -101,6 +102,9 @@ class Roles:
             self.admits.set()
         return self.lease
 
+    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        self.kept_answers.append((lease, list(token_ids)))
+
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         self.abandoned.append((transfer["remote_request_id"], readers))
 
@@ -118,6 +122,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client.orderer = PatchAwareOrderer()
     client._first_tokens, client._vocabulary = True, 1000
     client._lease_seconds = 0.06
+    client._keeps_answers, client._telling = True, set()
     client.renderer = SimpleNamespace(validate_token_ids=lambda ids: None)
     client.input_processor = SimpleNamespace(
         _validate_prompt_len=lambda length, kind: None,

@@ -1,5 +1,6 @@
-"""Idle work of a prefill worker: harvests and checks of finished links, compiling ahead.
+"""Idle work of a prefill worker: answers, harvests, checks, compiling ahead.
 
+The KV of an answer (see `answer_prefill`) comes first: its user's next turn may come within seconds, and it is short.
 Harvests hold their sequence's blocks until the conditioned KV has been read out, as measurements do that requests ask
 for (see `load_bearing`); checks (see `shadow_check`) until the served KV has been attended to; what is compiled besides
 (see `patch_precompiler`) needs none and comes last. Work goes on in pieces (see `prefill_workers.patches.scratch`), so
@@ -17,13 +18,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from kvstore.forget import CacheGroup
 from kvstore.records.keys import owner_of
 from prefill_workers import modes as policies
+from prefill_workers.background.answer_prefill import AnswerPrefill, AnswerStats
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
 from prefill_workers.background.load_bearing import LoadBearingChecks
 from prefill_workers.background.patch_precompiler import CompileStats, PatchPrecompiler
@@ -63,6 +65,7 @@ class IdleWork:
         scratch: where background sequences lie.
         refresh: of sessions' segments.
         measured: what requests ask to be told of their chunks.
+        answers: whose KV is computed for next turns; None: no answers'.
         limits: how much is kept beside links, and compiled ahead of requests.
         caches: of the loop's thread.
         clock: monotonic seconds.
@@ -81,6 +84,7 @@ class IdleWork:
         rechecks: ShadowChecks,
         refresh: SessionRefresh,
         measured: LoadBearingChecks,
+        answers: AnswerPrefill | None,
         caches: CacheGroup,
         clock: Clock,
         sums: Callable[[], bool],
@@ -94,7 +98,7 @@ class IdleWork:
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
         self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, sums, crowded))
         self._rechecks = rechecks
-        self._refresh, self._measured = refresh, measured
+        self._refresh, self._measured, self._answers = refresh, measured, answers
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0
@@ -102,12 +106,13 @@ class IdleWork:
     def __len__(self) -> int:
         """Pieces of work that are left; what waits for its compute budget is not among them."""
         harvests = (self._harvest is not None) + len(self._harvests)
-        return harvests + len(self._rechecks) + len(self._refresh) + len(self._measured) + len(self._ahead)
+        others = len(self._rechecks) + len(self._refresh) + len(self._measured) + len(self._ahead)
+        return harvests + others + len(self._answers or ())
 
     @property
     def is_ready(self) -> bool:
         """True if a piece of work may be done now."""
-        begun = bool(self._harvest or self._rechecks or self._refresh or self._measured)
+        begun = bool(self._harvest or self._rechecks or self._refresh or self._measured or self._answers)
         return begun or self._may_compile or any(map(self._may_begin, self._harvests))
 
     def hasten(self, until: float) -> None:
@@ -181,8 +186,9 @@ class IdleWork:
         return any(self._deleted.get(one, -math.inf) >= plan.began for one in named)
 
     def compiled(self) -> CompileStats:
-        """Counters of compiling ahead."""
-        return self._ahead.stats()
+        """Counters of compiling ahead, and of answers."""
+        answers = AnswerStats() if self._answers is None else self._answers.stats()
+        return replace(self._ahead.stats(), answers=answers)
 
     def is_overdue(self, since: float) -> bool:
         """True if a harvest of a repeated chunk has waited since before `since`, and links make way.
@@ -203,7 +209,7 @@ class IdleWork:
     def step_beside_links(self) -> None:
         """Do a piece of a harvest beside links, or of what has begun and must end before it."""
         began = time.perf_counter()
-        self.step()
+        self._go_on()
         self._busy.spend(time.perf_counter() - began)
 
     def _wanted(self, harvest: _Harvest) -> float:
@@ -231,6 +237,13 @@ class IdleWork:
 
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
+        if self._answers:
+            self._go_on_answering(self._answers)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Do one piece of what finished links can teach."""
         if self._rechecks.is_running:  # what has begun may use the scratch blocks alone until it is over
             self._rechecks.step()
         elif self._ahead.is_running:
@@ -319,6 +332,13 @@ class IdleWork:
             yield from self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
         if self._asked_again(item):
             yield from self._harvester.form_anew(item.plan, item.chunk, self._scratch)
+
+    def _go_on_answering(self, answers: AnswerPrefill) -> None:
+        try:
+            answers.step()
+        except Exception as error:
+            self.failures += 1
+            logger.warning("an answer's KV could not be computed: %s", error, exc_info=_is_defect(error))
 
     def _go_on_refreshing(self) -> None:
         try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvstore.forget import CacheGroup
 from kvstore.records.patch_form import Footprint
+from prefill_workers.background.answer_prefill import AnswerStats
 from prefill_workers.background.compile_queue import (
     CROSS_REQUEST_CHUNKS,
     HORIZON_S,
@@ -22,6 +23,7 @@ from prefill_workers.background.compile_queue import (
     jobs,
 )
 from prefill_workers.background.recent_chunks import RecentChunks
+from prefill_workers.host_blocks import HostStats
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitForming
@@ -34,7 +36,7 @@ _KNOWN_CHUNKS = 512  # that requests brought last, of all tenants
 
 @dataclass(frozen=True)
 class CompileStats:
-    """Counters of compiling ahead.
+    """Counters of compiling ahead, of other work that no request waits for, and of what is kept for prompts.
 
     Attributes:
         waiting: jobs left.
@@ -43,6 +45,9 @@ class CompileStats:
         given_up: jobs by reason: `queue` (others were worth more), `bytes` (the library holds what saves more per byte)
             or `sums` (no pair patches are summed any more).
         dropped: patches that the compiler had no room for or could not form, whatever they came of.
+        idle_tokens: that forwards computed in idle time, for whatever.
+        answers: of `answer_prefill`.
+        host: of `host_blocks`.
     """
 
     waiting: int
@@ -50,6 +55,9 @@ class CompileStats:
     seconds: float
     given_up: Mapping[str, int]
     dropped: int = 0
+    idle_tokens: int = 0
+    answers: AnswerStats = field(default_factory=AnswerStats)
+    host: HostStats = field(default_factory=HostStats)
 
 
 class PatchPrecompiler:

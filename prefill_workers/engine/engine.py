@@ -146,6 +146,7 @@ class PrefillEngine:
         self._llm = LLM(**engine_arguments(spec))
         self._calls = RankCalls(self._llm, spec.tensor_parallel_size)
         self.forward_span: DeviceSpan | None = None  # of the latest forward; None: on a CPU, whose clock tells
+        self.tokens_forwarded = 0  # by forwards through all layers
         config = self._llm.llm_engine.vllm_config
         self.config = config
         self.max_model_len: int = config.model_config.max_model_len
@@ -231,6 +232,7 @@ class PrefillEngine:
             batch, last = batch.short_first(last)
         if ends and not (arriving or observed):
             batch = batch.padded(self._buckets)
+        self.tokens_forwarded += len(batch.index)
         logits, self.forward_span = self._calls.timed("forward_runs", batch, last, *extra, tokens=len(batch.index))
         self._calls.note_times()
         return logits
@@ -270,6 +272,7 @@ class PrefillEngine:
         """
         shallow = None if first is None else (assemble(first[0], self.block_size), first[1])
         batch = assemble(work, self.block_size)
+        self.tokens_forwarded += len(batch.index)
         if not arriving and shallow is None:
             batch = batch.padded(self._buckets)
         rows = range(len(batch.rows.lengths))

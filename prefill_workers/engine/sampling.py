@@ -23,9 +23,12 @@ def are_finite(logits: Tensor) -> list[bool]:
 def draw(logits: Tensor, sampling: Sampling, prompt: Tensor) -> int:
     """A token from the logits [vocabulary] fp32 behind `prompt` [tokens], its token ids.
 
-    In the order of vLLM's sampler: penalty, temperature, min-p, top-k, top-p. A seed gives the same token again, but
-    not the one that vLLM draws from it.
+    In the order of vLLM's sampler: allowed ids, penalty, temperature, min-p, top-k, top-p. A seed gives the same token
+    again, but not the one that vLLM draws from it.
     """
+    if sampling.allowed_token_ids:
+        allowed = torch.tensor(sampling.allowed_token_ids)
+        logits = torch.full_like(logits, -torch.inf).index_copy(0, allowed, logits[allowed])
     if sampling.repetition_penalty != 1.0:
         logits = _penalised(logits, sampling.repetition_penalty, prompt)
     if sampling.temperature == 0:

@@ -15,6 +15,7 @@ only those who ask for it in the same mode (`form_of`), while that operating poi
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -51,8 +52,16 @@ class PrefixHits:
         chain = prefix_chain(request.tenant, request.token_ids, request.chunks, self.index.block_size)
         return chain, self.match(request, chain, frame)
 
-    def match(self, request: LinkRequest, chain: PrefixChain, frame: int) -> PrefixMatch:
-        """The longest beginning that is known, but for the last token: a forward ends every prompt."""
+    def match(self, request: LinkRequest, chain: PrefixChain, frame: int, limit: int | None = None) -> PrefixMatch:
+        """The longest beginning that is known.
+
+        `limit`: its tokens at most; None: all but the last, since a forward ends every prompt.
+        """
+        limit = len(request.token_ids) - 1 if limit is None else limit
+        return self.index.match(chain, frame, limit, self.allows(request))
+
+    def allows(self, request: LinkRequest) -> Callable[[ChunkForm], bool]:
+        """Tell of a chunk's form whether it may serve a request."""
         asked = asked_by(request)
         takes_patches = looks_up_patch(request.mode) and self._fidelity.allows(OperatingPoint.PATCHED)
         takes_exact = request.mode.kind in (ModeKind.AUTO, ModeKind.EXACT)
@@ -64,18 +73,25 @@ class PrefixHits:
                 return False
             return takes_patches or not takes_exact
 
-        return self.index.match(chain, frame, len(request.token_ids) - 1, allows)
+        return allows
 
     def place(self, plan: LinkPlan) -> None:
         """Copy what a link begins with and cannot refer to into blocks of its own, once."""
         if plan.is_prefix_placed:
             return
         plan.is_prefix_placed = True
-        match, size = plan.prefix, self.index.block_size
-        copied = [i for i in range(len(match.blocks)) if not match.is_shared(i, size)]
-        if not copied:
+        if not self._apart(plan.prefix):
             return
-        began, spans = time.perf_counter(), list[DeviceSpan]()
+        began = time.perf_counter()
+        spans = self.copy(plan.prefix, plan.sequence.blocks)
+        plan.took("prefix", 0.0 if spans else time.perf_counter() - began, spans)
+
+    def copy(self, match: PrefixMatch, blocks: Sequence[int]) -> list[DeviceSpan]:
+        """Copy what a sequence in `blocks` begins with and cannot refer to.
+
+        Returns: what of it a device computes when this has returned; nothing on a CPU.
+        """
+        copied, size, spans = self._apart(match), self.index.block_size, list[DeviceSpan]()
 
         def shift(i: int) -> int:
             return match.frame - match.blocks[i].frame
@@ -85,12 +101,16 @@ class PrefixHits:
             tokens = min((indices[-1] + 1) * size, match.tokens) - indices[-1] * size  # of the last
             span = self._engine.copy_kv(
                 [match.blocks[i].block for i in indices],
-                [plan.sequence.blocks[i] for i in indices],
+                [blocks[i] for i in indices],
                 (len(indices) - 1) * size + tokens,
                 turned,
             )
             spans += [] if span is None else [span]
-        plan.took("prefix", 0.0 if spans else time.perf_counter() - began, spans)
+        return spans
+
+    def _apart(self, match: PrefixMatch) -> list[int]:
+        """Blocks of a beginning that a sequence needs copies of."""
+        return [i for i in range(len(match.blocks)) if not match.is_shared(i, self.index.block_size)]
 
     def keep(self, plan: LinkPlan, tokens: int | None = None) -> None:
         """Name the blocks of a link that has ended, and still holds them.

@@ -13,13 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from infra.cpu import openmp
 from infra.kv_window import window_parameter
+from prefill_workers.background.answer_prefill import AnswerPrefill
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.load_bearing import LoadBearingChecks
 from prefill_workers.background.patch_precompiler import CompileStats
@@ -29,14 +31,18 @@ from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.compaction.plan import compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
+from prefill_workers.host_blocks import HostBlocks, HostStats
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
+from prefill_workers.modes import uses_library
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Scratch
+from prefill_workers.prefix_digests import prefix_chain
 from prefill_workers.protocol import (
     CompactionRefused,
     HandedOff,
     LeaseState,
+    LinkRequest,
     LinkResult,
     LoadBearing,
     Overloaded,
@@ -92,6 +98,8 @@ class PrefillLoop:
             that are on their way.
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
         cost_model: what forwards take; None: it is learnt from them.
+        host_bytes: host memory for blocks that prompts may begin with, behind the pool.
+        keeps_answers: whether the KV of answers is computed in idle time, where prompts' blocks are kept.
         loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
         crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
     """
@@ -109,6 +117,8 @@ class PrefillLoop:
         learns: bool = True,
         compiles: CompileLimits | None = None,
         patience_seconds: float = 0.5,
+        host_bytes: int = 0,
+        keeps_answers: bool = True,
         cost_model: ForwardCostModel | None = None,
         loaded: KVLoadBudget | None = None,
         crowded: Callable[[], bool] = lambda: False,
@@ -132,6 +142,12 @@ class PrefillLoop:
         refresh = caches.register(SessionRefresh(engine, linker.library, linker.sessions, spare))
         measured = LoadBearingChecks(engine, linker.library, harvester, self._pool, spare)
         self._measured = caches.register(measured)
+        self._host: HostBlocks | None = None
+        if host_bytes and linker.prefixes is not None and not engine.has_quantised_kv:
+            self._host = caches.register(HostBlocks(engine, self._pool, linker.prefixes, host_bytes))
+        self._answers: AnswerPrefill | None = None
+        if keeps_answers and linker.prefixes is not None:
+            self._answers = caches.register(AnswerPrefill(engine, self._pool, linker.prefixes, self._piece))
         idle_work = IdleWork(
             harvester,
             self._pool,
@@ -140,6 +156,7 @@ class PrefillLoop:
             rechecks,
             refresh,
             measured,
+            self._answers,
             caches,
             clock,
             disturbed=self._disturbed,
@@ -148,6 +165,7 @@ class PrefillLoop:
             rest=patience_seconds,
         )
         self._background = caches.register(idle_work)
+        self._idle_tokens = 0
         self._patience = patience_seconds
         self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
@@ -261,6 +279,26 @@ class PrefillLoop:
             self._wake.notify()
         return done
 
+    def bring_back(self, request: LinkRequest) -> Future[None] | None:
+        """Copy back, before it is planned, what a prompt begins with and host memory has; None: nothing.
+
+        Raises:
+            RuntimeError: the loop ends, or has ended.
+        """
+        if self._host is None or not uses_library(request.mode):
+            return None
+        chain = prefix_chain(request.tenant, request.token_ids, request.chunks, self._pool.block_size)
+        return self.call(partial(self._host.restore, request, chain)) if self._host.holds(chain) else None
+
+    def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        """Compute an answer's KV in idle time, if this loop has linked its prompt lately.
+
+        Raises:
+            RuntimeError: the loop ends, or has ended.
+        """
+        if self._answers is not None:
+            self.call(partial(self._answers.add, lease, token_ids))
+
     def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
         """Load-bearing chunks of a request that asked for them lately."""
         return self._measured.get(tenant, request_id)
@@ -308,7 +346,11 @@ class PrefillLoop:
             seconds_per_token=scheduler.cost_model.cost.seconds_per_token,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
-            compiled=self._background.compiled(),
+            compiled=replace(
+                self._background.compiled(),
+                idle_tokens=self._idle_tokens,
+                host=HostStats() if self._host is None else self._host.stats(),
+            ),
         )
 
     @property
@@ -375,8 +417,7 @@ class PrefillLoop:
                 self.expect()  # the link that they are for
             since = time.perf_counter() - self._patience
             if not (gave_way and self._scheduler.running) and self._background.is_overdue(since):
-                self._background.step_beside_links()
-                self._note_progress()
+                self._work_idly(self._background.step_beside_links)
                 gave_way = True  # and then it is the links' turn
             elif self._scheduler.running:
                 self._turn()
@@ -388,8 +429,13 @@ class PrefillLoop:
                     if not self._scheduler.waiting:
                         self._wake.wait(_POLL_SECONDS)
             elif self._background.is_ready:
-                self._background.step()
-                self._note_progress()
+                self._work_idly(self._background.step)
+
+    def _work_idly(self, step: Callable[[], None]) -> None:
+        before = self._engine.tokens_forwarded
+        step()
+        self._idle_tokens += self._engine.tokens_forwarded - before
+        self._note_progress()
 
     def _note_progress(self) -> None:
         self._progressed = time.monotonic()
@@ -585,6 +631,8 @@ class PrefillLoop:
         try:
             if self._linker.prefixes is not None:
                 self._linker.prefixes.keep(job.plan)
+            if self._answers is not None and not self._background.has_outlived(job.plan):
+                self._answers.remember(job.plan, job.offered[0].id)
             if self._learns:
                 self._background.add(job.plan, job.lease.id)
             self._background.check(job.plan, job.lease.id)

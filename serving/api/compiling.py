@@ -1,6 +1,6 @@
-"""Metrics of what prefill replicas compile ahead of requests.
+"""Metrics of what prefill replicas compute in idle time, ahead of requests.
 
-See `prefill_workers.background.compile_queue`.
+See `prefill_workers.background.compile_queue` and `answer_prefill`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,32 @@ def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
         "Patches that the compiler had no room for or could not form.",
         labels=["replica"],
     )
+    idle = CounterMetricFamily(
+        "orbitserve_idle_tokens", "Tokens that forwards computed in idle time, for whatever.", labels=["replica"]
+    )
+    answers = CounterMetricFamily(
+        "orbitserve_answer_tokens",
+        "Of these, tokens of answers, which the next turns of their chats bring back.",
+        labels=["replica"],
+    )
+    unkept = CounterMetricFamily(
+        "orbitserve_answers_given_up",
+        "Answers whose KV is not computed: others came later, or nothing is left of the prompt or of free blocks.",
+        labels=["replica", "reason"],
+    )
+    host = GaugeMetricFamily(
+        "orbitserve_prefix_host_bytes", "KV of prompts' beginnings in host memory, behind the pool.", labels=["replica"]
+    )
+    restored = CounterMetricFamily(
+        "orbitserve_prefix_blocks_restored", "KV blocks that came back from there.", labels=["replica"]
+    )
     for replica, stats in compiled.items():
+        host.add_metric([replica], stats.host.nbytes)
+        restored.add_metric([replica], stats.host.restored)
+        idle.add_metric([replica], stats.idle_tokens)
+        answers.add_metric([replica], stats.answers.tokens)
+        for reason, count in stats.answers.given_up.items():
+            unkept.add_metric([replica, reason], count)
         waiting.add_metric([replica], stats.waiting)
         seconds.add_metric([replica], stats.seconds)
         dropped.add_metric([replica], stats.dropped)
@@ -48,4 +73,4 @@ def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
             forwards.add_metric([replica, job], count)
         for reason, count in stats.given_up.items():
             given_up.add_metric([replica, reason], count)
-    yield from (waiting, forwards, seconds, given_up, dropped)
+    yield from (waiting, forwards, seconds, given_up, dropped, idle, answers, unkept, host, restored)

@@ -32,6 +32,7 @@ _HEEDED = {
     "max_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "allowed_token_ids",
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -47,14 +48,15 @@ def sampling_of(params: SamplingParams, vocabulary: int) -> Sampling | None:
 
     None where that must be left to the decode engine.
 
-    To that one too are left stop tokens that the `vocabulary` does not have, for it to refuse.
+    To that one too are left stop tokens and allowed ones that the `vocabulary` does not have, for it to refuse.
     """
     others = (name for name in SamplingParams.__struct_fields__ if name not in _HEEDED and not name.startswith("_"))
     if any(_asks(getattr(params, name), getattr(_PLAIN, name)) for name in others):
         return None
-    if any(not 0 <= token < vocabulary for token in params.stop_token_ids or ()):
+    if params.allowed_token_ids == []:  # vLLM refuses that, too
         return None
-    if params.allowed_token_ids is not None:  # an empty list too, which vLLM refuses
+    allowed = params.allowed_token_ids or ()
+    if any(not 0 <= token < vocabulary for token in (*(params.stop_token_ids or ()), *allowed)):
         return None
     return Sampling(
         temperature=params.temperature,
@@ -63,6 +65,7 @@ def sampling_of(params: SamplingParams, vocabulary: int) -> Sampling | None:
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
         seed=params.seed,
+        allowed_token_ids=tuple(allowed),
     )
 
 
@@ -126,6 +129,11 @@ class AnswerStream:
         if asked.seed is not None:  # a second engine does not draw again what the first one drew
             self.params.seed = asked.seed + self._given - 1
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the prompt and of the answer so far, unless several are asked for."""
+        return [*self._behind, *self._ids]
+
     def given(self, linked: int, kept: int) -> list[int]:
         """Token ids for a decode engine that pulls `kept` entries of the `linked` first tokens."""
         return [*placeholder_ids(self.prompt[:linked], kept), *self.prompt[linked:]]
@@ -138,10 +146,13 @@ class AnswerStream:
     def joined(self, output: RequestOutput) -> RequestOutput:
         """The decode engine's output as one of the whole answer."""
         self.decoded = True
-        if not self.begun:
+        if self._asked.n != 1:
             return output
         (completion,) = output.outputs
         ids = list(completion.token_ids)
+        if not self.begun:
+            self._ids += ids if self._delta else ids[len(self._ids) :]
+            return output
         new = ids if self._delta else ids[len(self._ids) - self._given :]
         self._ids += new
         self._text.update(new, completion.finish_reason == "stop")

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing, nullcontext
+from contextvars import Context
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
@@ -62,6 +63,7 @@ from serving.frontend.prompt_segments import Delimiters, Segments, image_delimit
 from serving.frontend.rate_limits import RateLimits
 from serving.frontend.report import (
     LOAD_BEARING,
+    SURVIVORS_KNOW,
     ChunkReport,
     KVReport,
     OrbitReport,
@@ -187,6 +189,8 @@ class LinkedEngineClient(_NotOurs):
         self.orderer = self.forgets.group().register(orderer)
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
+        self._keeps_answers = prefill.prefix_cache and prefill.keep_answers
+        self._telling: set[asyncio.Task[None]] = set()
 
     @property
     def roles(self) -> Roles:
@@ -421,6 +425,8 @@ class LinkedEngineClient(_NotOurs):
                         output.prompt_token_ids = segments.token_ids
                         output.num_cached_tokens = linked.tokens_reused
                         told, ended = True, output.finished
+                        if ended:
+                            self._keep_answer(answer, linked, request)
                         yield output
                 return
             except RoleUnavailable as error:
@@ -522,6 +528,15 @@ class LinkedEngineClient(_NotOurs):
             waiting.cancel()
             if not taken:  # perhaps no decode engine ever heard of the lease
                 await self._roles.abandon(linked.transfer, request.readers)
+
+    def _keep_answer(self, answer: AnswerStream, linked: LinkResult, request: LinkRequest) -> None:
+        """Tell the worker that linked a prompt the answer that its chat will bring back; of several, none."""
+        if not self._keeps_answers or request.readers > 1 or request.mode == Mode.OFF:
+            return
+        told = self._roles.keep_answer(linked.lease, answer.token_ids[len(request.token_ids) :])
+        task = asyncio.create_task(told, context=Context())  # or Serve would cancel it with the request
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     def _served(
         self,
@@ -637,7 +652,8 @@ def _report(
     if trace.costs:
         report.chunks = [costs.of(chunk) for costs, chunk in zip(trace.costs, report.chunks, strict=True)]
     if result.session is not None and trace.session is not None:
-        report.session = SessionReport(id=trace.session.id, **asdict(result.session))
+        note = SURVIVORS_KNOW if result.session.survived else None
+        report.session = SessionReport(id=trace.session.id, **asdict(result.session), note=note)
     report.prompt_tokens = prompt_tokens
     report.tokens_reused = result.tokens_reused
     report.tokens_computed = result.tokens_computed

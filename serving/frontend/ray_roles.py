@@ -144,6 +144,13 @@ class RayRoles:
             self._pulling[lease]()
         return told[0] if told else LeaseState.UNKNOWN
 
+    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        """Best effort. All replicas are told, since none else knows whose lease it is."""
+        try:
+            await answers_in_time(self.prefill, _RENEWAL_SECONDS, "keep_answer", lease, tuple(token_ids))
+        except Exception as error:
+            logger.debug("the answer behind lease %s is not kept: %s", lease, error)
+
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Best effort; leases end by time-out.
 

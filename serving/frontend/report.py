@@ -226,10 +226,13 @@ class OrderReport(BaseModel):
     plan_ms: float | None = None  # spent choosing
 
 
+SURVIVORS_KNOW = "survived: their KV was computed behind what has left, so the model still knows something of that"
+
+
 class SessionReport(BaseModel):
     """Segments of a prompt (chunks, and texts between them) by how its session served them.
 
-    See `prefill_workers.protocol.SessionOutcome`.
+    See `prefill_workers.protocol.SessionOutcome`. `note`: what survivors know, where there are any.
     """
 
     id: str
@@ -240,6 +243,7 @@ class SessionReport(BaseModel):
     computed: int
     new: int
     tokens_reused: int
+    note: str | None = None
 
 
 class FoundReport(BaseModel):

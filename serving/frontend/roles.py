@@ -84,6 +84,7 @@ class Roles(FidelityRoles, CompilingRoles, SessionRoles, LoadBearingRoles, Proto
     | `link`     | prefill worker | PixelsNeeded, Overloaded, PromptTooLarge, RoleUnavailable |
     | `generate` | decode worker  | VLLMClientError (request too large), RoleUnavailable      |
     | `renew`    | prefill worker | nothing: unknown if nobody tells                          |
+    | `keep_answer` | prefill worker | nothing: best effort                                   |
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out              |
     | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
     | `sessions`, `session`, `delete_session`, `session_stats` | prefill workers, all of them | RoleUnavailable |
@@ -109,6 +110,9 @@ class Roles(FidelityRoles, CompilingRoles, SessionRoles, LoadBearingRoles, Proto
 
     async def renew(self, lease: str) -> LeaseState:
         """Renew the lease on linked KV. Returns what the worker knows of it."""
+
+    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        """Let the worker that linked a prompt compute its answer's KV in idle time."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Let the prefill worker free the linked KV's blocks, which will not be read."""

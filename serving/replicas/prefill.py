@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.disabled_points import PointDecision
     from prefill_workers.fidelity.monitor import PointStatus
+    from prefill_workers.link.plan import LinkPlan
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.device_forming import DeviceForming
     from prefill_workers.patches.patch_compiler import PatchJob
@@ -121,6 +122,8 @@ class PrefillWorker:
             owner=lease_owner(os.getpid(), self._name),
             learns=settings.form_patches,
             compiles=settings.compile_limits(linker.compose_up_to),
+            host_bytes=settings.prefix_cache_bytes,
+            keeps_answers=settings.keep_answers,
             cost_model=measure_forward_cost(self._engine),
             loaded=self._loaded,
             crowded=lambda: self._deficits.is_crowded,
@@ -203,7 +206,7 @@ class PrefillWorker:
     async def _link_embedded(self, request: LinkRequest, given: Mapping[int, Tensor], vision_ms: float) -> LinkResult:
         loop = asyncio.get_running_loop()
         async with self._loaded.room_for(request) as waited:
-            plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
+            plan = await loop.run_in_executor(self._planners, self._plan, request, given)
             plan.took("queue", waited)
             if vision_ms:
                 plan.stages_ms["vision"] = vision_ms
@@ -221,6 +224,12 @@ class PrefillWorker:
                     self._loop.abandon(future.result().lease)
                 raise
 
+    def _plan(self, request: LinkRequest, given: Mapping[int, Tensor]) -> LinkPlan:
+        """Plan a link, once host memory has given back what its prompt begins with."""
+        if (coming := self._loop.bring_back(request)) is not None:
+            coming.result()
+        return self._linker.plan(request, given)
+
     async def link_tiny(self, readers: int = 1) -> dict[str, Any]:
         """Transfer of a tiny prompt, `TINY_PROMPT`, for so many decode engines to pull."""
         request = LinkRequest(f"tiny-{next(self._tiny)}", TINY_PROMPT, mode=Mode.OFF, readers=readers)
@@ -233,6 +242,10 @@ class PrefillWorker:
     async def renew(self, lease: str) -> LeaseState:
         """Keep a link's KV for longer: it is still wanted. Returns what this replica knows of it."""
         return self._loop.renew(lease)
+
+    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        """Compute an answer's KV in idle time, if the link was made here."""
+        self._loop.keep_answer(lease, token_ids)
 
     async def fidelity(self) -> tuple[str, list[PointStatus]]:
         """This replica's name, and its measurements of every approximate operating point."""

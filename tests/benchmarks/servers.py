@@ -23,6 +23,7 @@ from rich.console import Console
 
 from infra.ports import free_port
 from infra.vllm_env import vllm_environment
+from prefill_workers.protocol import SessionStats
 from serving.bench.models import GPU_POOL_GIB, load_format, measured_dtype, on_gpu
 from serving.config import OrbitServeConfig
 from serving.engine_spec import decode_spec, front_end_config, prefill_spec
@@ -244,6 +245,10 @@ class EmbeddedRoles:
         """See `prefill_workers.scheduler.prefill_loop`."""
         return self._loop.renew(lease)
 
+    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        """See `prefill_workers.scheduler.prefill_loop`."""
+        self._loop.keep_answer(lease, token_ids)
+
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """See `decode_workers.engine`."""
         await self._decode.abandon(transfer, readers)
@@ -263,6 +268,11 @@ class EmbeddedRoles:
     async def compiled(self) -> dict[str, CompileStats]:
         """See `prefill_workers.background.patch_precompiler`."""
         return {"embedded": self._loop.stats().compiled}
+
+    async def session_stats(self) -> dict[str, SessionStats]:
+        """See `serving.replicas.prefill.PrefillWorker.stats`."""
+        store = self._linker.sessions.store
+        return {"embedded": SessionStats(len(store), store.nbytes)}
 
     async def forget(self, content: str, tenant: str) -> None:
         """Delete everything derived from some content."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import httpx
 import pytest
 from client import Service, picture, user
+
+from prefill_workers.prefix_digests import GRAIN
 
 pytestmark = pytest.mark.service
 
@@ -33,6 +36,30 @@ def test_every_turn_computes_what_is_new_and_answers_like_one_that_is_computed_w
         assert said == alone["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": said})
         before = usage["prompt_tokens"]
+
+
+def test_a_turn_that_sends_an_answer_back_computes_what_is_new(ingresses: Service):
+    """The prefill worker computes the answer's KV once it has ended, while its user reads."""
+    letters = ingresses.post({"prompt": string.ascii_lowercase, "add_special_tokens": False}, "/tokenize").json()[
+        "tokens"
+    ]
+    asked = {"max_tokens": 48, "ignore_eos": True, "allowed_token_ids": letters}  # which come back as the same tokens
+    messages, kept = user(picture(183), "What is this?"), _kept_answers(ingresses)
+    first = ingresses.chat(messages, "exact", **asked)
+    ingresses.wait_until(lambda: _kept_answers(ingresses) > kept)
+    ingresses.settle()
+    said = first["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, *user("Are you sure of that?")]
+    second = ingresses.chat(messages, "exact")
+    assert second["orbit"]["prefix_tokens_reused"] >= first["usage"]["prompt_tokens"] + 48 - GRAIN
+    alone = ingresses.chat(messages, "off")
+    assert second["choices"][0]["message"]["content"] == alone["choices"][0]["message"]["content"]
+
+
+def _kept_answers(service: Service) -> float:
+    """Tokens of answers whose KV idle time has computed."""
+    lines = httpx.get(f"{service.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("orbitserve_answer_tokens_total{"))
 
 
 def test_a_system_prompt_is_computed_once(ingresses: Service):

@@ -199,6 +199,9 @@ class RigRoles:
     async def renew(self, lease: str) -> Any:
         return self._rig.loop.renew(lease)
 
+    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+        self._rig.loop.keep_answer(lease, token_ids)
+
     async def abandon(self, *_: Any) -> None:
         pass
 

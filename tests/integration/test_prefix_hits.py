@@ -12,7 +12,7 @@ import pytest
 import torch
 from rig import Linked, Part, Rig, all_free, apart, fill
 
-from prefill_workers.modes import OperatingPoint
+from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.prefix_digests import GRAIN
 from prefill_workers.protocol import LinkRequest, PixelsNeeded
 
@@ -54,6 +54,50 @@ def test_a_later_turn_computes_only_what_is_new_and_equals_a_prompt_computed_who
     rig.wait_until_free()
     assert all_free(rig)
     assert rig.loop.stats().blocks_cached > 0
+
+
+def test_an_answer_is_computed_in_idle_time_and_the_next_turn_begins_with_it(rig: Rig, make_rig: Callable[..., Rig]):
+    """Behind images, with which positions lag behind indices."""
+    whole = make_rig().link(SECOND, "off")
+    first = rig.link(FIRST, "exact")
+    n, turn = len(first.plan.sequence), whole.plan.sequence.token_ids.tolist()
+    assert turn[:n] == first.plan.request.token_ids, "the template ends a prompt as it begins its answer"
+    before = rig.loop.stats().compiled
+    rig.loop.keep_answer(first.result.lease, turn[n : n + 2 * GRAIN])
+    rig.loop.call(lambda: None).result(60)
+    rig.settle()
+    after = rig.loop.stats().compiled
+    assert (
+        2 * GRAIN <= after.answers.tokens - before.answers.tokens == after.idle_tokens - before.idle_tokens < 3 * GRAIN
+    )
+    linked = rig.link(SECOND, "exact")
+    assert linked.result.prefix_tokens_reused > n + GRAIN
+    assert same(linked, whole)
+    assert rig.loop.stats().harvest_failures == 0
+    rig.wait_until_free()
+    assert all_free(rig)
+
+
+def test_what_the_pool_evicts_comes_back_from_host_memory(make_rig: Callable[..., Rig]):
+    rig = make_rig(keeps_prefixes=True, learns=False, host_bytes=1 << 28)
+    first, asked = rig.link(FIRST, "exact"), rig.render(SECOND)
+    request = LinkRequest("test", asked.token_ids, asked.chunks, Mode.EXACT)
+    for lease in fill(rig):
+        rig.loop._pool.abandon(lease)
+    with pytest.raises(PixelsNeeded):
+        rig.linker.plan(request)
+    coming = rig.loop.bring_back(request)
+    assert coming is not None
+    coming.result(60)
+    plan = rig.linker.plan(request)
+    linked = rig.finish(plan, rig.loop.submit(plan).result(60))
+    known = linked.result.prefix_tokens_reused
+    assert linked.points == ["prefix", "prefix"]
+    assert known >= len(first.plan.sequence) - GRAIN
+    assert torch.equal(linked.kv[:, :known], first.kv[:, :known])
+    assert rig.loop.stats().compiled.host.restored == -(-known // rig.engine.block_size)
+    rig.wait_until_free()
+    assert all_free(rig)
 
 
 def test_a_new_question_about_an_image_needs_no_pixels_and_no_library(make_rig: Callable[..., Rig]):

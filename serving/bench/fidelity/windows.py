@@ -22,8 +22,9 @@ BEHIND_UNITS units of which so many per cent have turned over since the chunk le
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -51,9 +52,12 @@ TURNED = tuple(range(BEHIND_UNITS + 1))  # units of the window that have turned 
 RANK = 32
 CaseKV = list[list[Tensor]]  # per case and segment, [layers, tokens, features]
 _BATCH = 8  # cases at a time: their KV is in memory
+Measured = Callable[[int], None]  # told of so many more cases
 
 
-def survivors(cases: Cases, arms: Arms, reader: Reader, split: str, slides: int, count: int) -> dict[str, Scores]:
+def survivors(
+    cases: Cases, arms: Arms, reader: Reader, split: str, slides: int, count: int, measured: Measured
+) -> dict[str, Scores]:
     """Scores by arm after so many slides, on up to `count` cases."""
     scores: dict[str, Scores] = defaultdict(Scores)
     layout, unit = arms.layout, cases.unit
@@ -81,6 +85,7 @@ def survivors(cases: Cases, arms: Arms, reader: Reader, split: str, slides: int,
             answered = reader.over([prompt] * len(given), [[*kv, *[None] * unit] for kv, _ in given.values()])
             for (arm, (_, nbytes)), one in zip(given.items(), answered, strict=True):
                 scores[arm].add(one.answers, read.answers, prompt.answer, nbytes, new)
+        measured(len(group))
     return dict(scores)
 
 
@@ -107,7 +112,7 @@ def _slide(reader: Reader, prompts: Sequence[Prompt], before: CaseKV, unit: int,
     return found
 
 
-def recalled(cases: Cases, arms: Arms, reader: Reader, split: str, count: int) -> dict[str, Scores]:
+def recalled(cases: Cases, arms: Arms, reader: Reader, split: str, count: int, measured: Measured) -> dict[str, Scores]:
     """Scores by arm of a chunk that comes back, on up to `count` cases."""
     scores: dict[str, Scores] = defaultdict(Scores)
     probe, unit, behind = Probe(reader), cases.unit, BEHIND_UNITS * cases.unit
@@ -128,6 +133,7 @@ def recalled(cases: Cases, arms: Arms, reader: Reader, split: str, count: int) -
             patches[name] = [arms.formed(delta, RANK) for delta in deltas[turned]]
         patches["rebuilt"] = [arms.formed(delta, None) for delta in deltas[0]]
         probe.score(scores, now, patches)
+        measured(len(group))
     return {**scores, "fresh": scores["stale_0"]}
 
 
@@ -162,20 +168,58 @@ def tables(
 ) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
     """A table of each figure, by arm and split: `kept_after_4`, `stale_20`, `fresh`."""
     found: dict[str, dict[str, dict[str, float]]] = {}
+    count = min(count, MOST_CASES)
+    progress = Progress(console, len(cases.splits) * (len(SLIDES) + 1), count)
     for split in cases.splits:
         rows: dict[str, dict[str, float]] = {}
         for slides in SLIDES:
-            console.print(f"  {split}: survivors of {slides} slides")
-            measure = partial(survivors, cases, arms, reader, split, slides, min(count, MOST_CASES))
+            progress.begin(f"{split}: survivors of {slides} slides")
+            measure = partial(survivors, cases, arms, reader, split, slides, count, progress.measured)
             scores = kept.once(f"survivors {split} {slides}", measure)
             rows |= {f"{arm}_after_{slides}": row for arm, row in _rows(scores).items()}
-        console.print(f"  {split}: recalled chunks")
-        again = kept.once(f"recalled {split}", partial(recalled, cases, arms, reader, split, min(count, MOST_CASES)))
+        progress.begin(f"{split}: recalled chunks")
+        measure = partial(recalled, cases, arms, reader, split, count, progress.measured)
+        again = kept.once(f"recalled {split}", measure)
         named = {"exact": "exact_recalled", "blind": "blind_recalled"}
         found[split] = rows | {named.get(arm, arm): row for arm, row in _rows(again).items()}
     for figure in FIGURES:
         if figure != "accuracy" or cases.has_answers:
             yield figure + OF_WINDOWS, _by_arm(found, figure)
+
+
+class Progress:
+    """Progress of tables that are measured one after another, with an estimate of the time left.
+
+    Args:
+        parts: tables.
+        count: cases of each, if its model has so many.
+    """
+
+    def __init__(self, console: Console, parts: int, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._left, self._count, self._clock = console, parts, count, clock
+        self._name, self._done, self._whole, self._seconds = "", 0, 0, 0.0
+        self._since = clock()
+
+    def begin(self, name: str) -> None:
+        """Go on with the next table.
+
+        One that was measured before takes no time, and counts for nothing.
+        """
+        self._name, self._done, self._since = name, 0, self._clock()
+        self._left -= 1
+        self._console.print(f"  {name}")
+
+    def measured(self, cases: int) -> None:
+        """Count further cases of the table, and tell what is left of all."""
+        now = self._clock()
+        self._done, self._whole = self._done + cases, self._whole + cases
+        self._seconds, self._since = self._seconds + now - self._since, now
+        each = self._seconds / self._whole
+        left = each * (self._count - self._done + self._left * self._count)
+        self._console.print(
+            f"    {self._done} of {self._count} cases, {each:.1f} s each; about {left / 60:.0f} minutes left",
+            highlight=False,
+        )
 
 
 def _rows(scores: Mapping[str, Scores]) -> dict[str, dict[str, float]]:

@@ -8,6 +8,7 @@ import torch
 from kvstore_support import FINGERPRINT, GQA
 from torch import Tensor
 
+from kvstore.operator.apply import relocate
 from kvstore.operator.rotary import rotate
 from prefill_workers.sequence import LinkSequence, Run
 
@@ -19,7 +20,7 @@ class Transformer:
     """A decoder of three layers whose KV lies in pages of blocks."""
 
     layout, dtype, fingerprint, precision = GQA, torch.float32, FINGERPRINT, "float32"
-    has_quantised_kv = places_on_device = False
+    has_quantised_kv = places_on_device = uses_mrope = False
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -36,6 +37,12 @@ class Transformer:
 
     def read_kv(self, blocks: Sequence[int], start: int, count: int) -> Tensor:
         return self.pages[:, self.slots(blocks, start, start + count)].clone()
+
+    def finish_writes(self) -> None:
+        """Nothing: writes end at once."""
+
+    def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
+        self.write_kv(relocate(self.read_kv(sources, 0, tokens), shift, GQA), self.slots(targets, 0, tokens))
 
     def forward(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], ends: Sequence[int] = ()) -> Tensor | None:
         last = []

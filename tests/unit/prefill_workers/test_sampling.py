@@ -70,6 +70,15 @@ def test_without_a_temperature_it_is_the_likeliest(logits: torch.Tensor):
     assert draw(logits, Sampling(), PROMPT) == int(logits.argmax())
 
 
+def test_none_but_allowed_tokens_are_drawn(logits: torch.Tensor):
+    ranked = logits.argsort(descending=True).tolist()
+    allowed = (ranked[-1], ranked[20], ranked[9])
+    assert draw(logits, Sampling(allowed_token_ids=allowed), PROMPT) == ranked[9]
+    torch.manual_seed(3)
+    drawn = {draw(logits, Sampling(temperature=5.0, top_k=12, allowed_token_ids=allowed), PROMPT) for _ in range(200)}
+    assert drawn == set(allowed)
+
+
 def test_what_the_prompt_says_can_be_penalised(logits: torch.Tensor):
     logits[[3, 9]] = torch.tensor([20.0, 15.0])
     assert draw(logits, Sampling(), PROMPT) == 3

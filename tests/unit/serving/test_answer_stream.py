@@ -82,6 +82,8 @@ def test_plain_requests_are_drawn_as_they_ask():
     )
     assert sampling_of(params, VOCABULARY) == Sampling(0.7, 0, 0.9, 0.1, 1.05, 4)
     assert sampling_of(SamplingParams(temperature=0, stop=[], max_tokens=None), VOCABULARY) == Sampling()
+    letters = SamplingParams(temperature=0, allowed_token_ids=[4, 2])
+    assert sampling_of(letters, VOCABULARY) == Sampling(allowed_token_ids=(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_plain_requests_are_drawn_as_they_ask():
         {"stop": ["x"]},
         {"min_tokens": 1},
         {"logit_bias": {5: 1.0}},
-        {"allowed_token_ids": [1, 2]},
+        {"allowed_token_ids": [1, VOCABULARY]},
         {"bad_words": ["no"]},
         {"structured_outputs": StructuredOutputsParams(regex="a+")},
         {"extra_args": {"something": 1}},
@@ -157,7 +159,7 @@ def test_the_decode_engine_is_given_the_first_token_and_asked_for_the_rest(proce
 
 
 def test_without_a_first_token_nothing_is_changed(processor: Any):
-    params = SamplingParams()
+    params = SamplingParams(n=2)
     answer = AnswerStream([1, 2], params, processor)
     assert (answer.prompt, answer.params, answer.begun, answer.finished) == ([1, 2], params, False, False)
     choices = [CompletionOutput(index, f"choice {index}", [5 + index], None, None) for index in range(2)]
@@ -165,6 +167,19 @@ def test_without_a_first_token_nothing_is_changed(processor: Any):
     assert answer.first() is None
     assert answer.joined(output) is output
     assert [(one.text, list(one.token_ids)) for one in output.outputs] == [("choice 0", [5]), ("choice 1", [6])]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize("first", [True, False], ids=["first token known", "all decoded"])
+def test_the_tokens_of_prompt_and_answer_are_known_however_it_comes(
+    processor: Any, kind: RequestOutputKind, first: bool
+):
+    ids = processor.tokenizer.encode(TEXT, add_special_tokens=False)
+    answer = AnswerStream([1, 2], SamplingParams(output_kind=kind, max_tokens=50), processor)
+    if first:
+        answer.begin(ids[0])
+    going_on(answer, ids[first:], kind, "length")
+    assert answer.token_ids == [1, 2, *ids]
 
 
 def test_a_stop_token_at_the_end_has_no_text(processor: Any):

@@ -66,7 +66,8 @@ def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False
     worker = object.__new__(PrefillWorker)
     worker._meter = SimpleNamespace(linked=lambda result: None)
     worker._engine = SimpleNamespace(silent=silent, check_handshake=nothing)
-    worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
+    loop = {"alive": lambda: alive, "failing": failing, "stop": lambda: None, "bring_back": lambda request: None}
+    worker._loop = SimpleNamespace(**loop)
     worker._library = SimpleNamespace(close=lambda: None)
     worker._loaded = KVLoadBudget(100, bytes_per_token=10)
     worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
@@ -405,6 +406,30 @@ async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed(monk
     assert workers.called == [("renew", "lease-1")]
     roles.prefill = Workers([LeaseState.UNKNOWN, RayActorError()])
     assert await roles.renew("lease-1") is LeaseState.UNKNOWN, "the one that is gone may have held it"
+
+
+async def test_all_prefill_workers_are_told_an_answer_and_what_fails_costs_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_roles, "_RENEWAL_SECONDS", 0.05)
+    workers = Workers([None, RayActorError(), HANGS])
+    roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
+    await roles.keep_answer("lease-1", [7, 8])
+    assert workers.called == [("keep_answer", "lease-1", (7, 8))]
+    worker, told = prefill_worker(), list[Any]()
+    worker._loop.keep_answer = lambda *answer: told.append(answer)
+    await worker.keep_answer("lease-1", (7, 8))
+    assert told == [("lease-1", (7, 8))]
+
+
+async def test_a_prompt_is_planned_once_host_memory_has_given_back_what_it_begins_with():
+    worker, coming, planned = prefill_worker(), Future[None](), list[str]()
+    worker._loop.bring_back = lambda request: coming
+    worker._linker = SimpleNamespace(plan=lambda request, given: planned.append(request.request_id))
+    planning = asyncio.get_running_loop().run_in_executor(None, worker._plan, LinkRequest("request", [0] * 8), {})
+    await asyncio.sleep(0.05)
+    assert not planned
+    coming.set_result(None)
+    await planning
+    assert planned == ["request"]
 
 
 async def test_a_pair_that_is_busy_or_gone_is_not_warmed_up_and_the_others_are():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,20 @@ def test_long_histories_are_as_many_as_the_documents_hold():
     held = len(list(Prose(Reader()).draw("prose", 60, 3, 100)))
     assert 0 < held < 32
     assert len(list(Prose(Reader()).draw("prose", 4, 3, 100))) == 32, "a table's most"
+
+
+def test_progress_tells_what_is_left_at_the_pace_so_far():
+    now, told = [0.0], Console(record=True, width=120, quiet=False, file=StringIO())
+    progress = windows.Progress(told, parts=5, count=40, clock=lambda: now[0])
+    progress.begin("kept from a run before")
+    progress.begin("survivors")
+    now[0] = 24.0
+    progress.measured(8)
+    assert "8 of 40 cases, 3.0 s each; about 8 minutes left" in told.export_text(clear=False)
+    progress.begin("recalled")
+    now[0] = 24.0 + 88.0
+    progress.measured(8)
+    assert "8 of 40 cases, 7.0 s each; about 13 minutes left" in told.export_text()
 
 
 def test_tables_name_arms_by_slides_and_what_turned_over(monkeypatch: pytest.MonkeyPatch):

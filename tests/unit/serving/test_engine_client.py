@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,18 +27,22 @@ from prefill_workers.protocol import (
     CompactionPolicy,
     CompactionRefused,
     LeaseState,
+    LinkResult,
     Overloaded,
     PromptTooLarge,
+    SessionOutcome,
 )
 from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import (
     PROMPTS_AT_ONCE,
+    SURVIVORS_KNOW,
     ElasticOptions,
     KVReport,
     OrbitOptions,
     RequestTrace,
+    SessionOptions,
     parse_options,
     set_trace,
 )
@@ -290,6 +295,44 @@ async def test_the_first_token_comes_with_the_link_and_the_decode_engine_goes_on
     assert trace.report.first_token == "prefill"
     assert "decode" in trace.report.stages_ms
     assert roles.abandoned == []
+
+
+@pytest.mark.parametrize("first_tokens", [[41], [], [EOS]], ids=["from prefill on", "by decode", "one token"])
+async def test_the_worker_that_linked_a_prompt_is_told_its_answer(first_tokens: list[int]):
+    roles = Roles(first_tokens=first_tokens)
+    outputs = await ask(roles, temperature=0)
+    await asyncio.sleep(0)
+    assert roles.kept_answers == [("lease-1", tokens_of(outputs))]
+
+
+async def test_of_an_answer_that_moved_the_second_worker_is_told_what_is_behind_its_link():
+    roles = Roles(first_tokens=[7], between=[None, RoleUnavailable("gone")])
+    await ask(roles)
+    await asyncio.sleep(0)
+    assert roles.kept_answers == [("lease-2", [100, 101, 102])]
+
+
+@pytest.mark.parametrize(
+    ("trace", "params"), [(RequestTrace(OrbitOptions(mode="off")), {}), (None, {"n": 2})], ids=["off", "two answers"]
+)
+async def test_an_answer_that_no_next_turn_could_find_is_not_kept(trace: RequestTrace | None, params: dict[str, Any]):
+    roles = Roles()
+    await ask(roles, trace, **params)
+    await asyncio.sleep(0)
+    assert roles.generated
+    assert not roles.kept_answers
+
+
+@pytest.mark.parametrize("survived", [0, 2])
+async def test_the_report_says_that_survivors_know_what_left(survived: int):
+    class Sessions(Roles):
+        async def link(self, *arguments: Any) -> LinkResult:
+            return replace(await super().link(*arguments), session=SessionOutcome(prefix=1, survived=survived))
+
+    trace = RequestTrace(OrbitOptions(session=SessionOptions(id="s")))
+    await ask(Sessions(), trace)
+    report = trace.document()["session"]
+    assert (report["survived"], report.get("note")) == (survived, SURVIVORS_KNOW if survived else None)
 
 
 async def test_the_first_token_is_there_before_a_decode_engine_is_asked():

@@ -1,0 +1,193 @@
+"""Prefill of answers in idle time, for the next turns of their chats.
+
+A decode engine generates the answer, and its KV of it ends there. While the user reads, the worker that linked the
+prompt computes the answer's KV again, behind the prompt's blocks, where the next turn finds it like any beginning
+(`block_index`):
+
+| when                   | what                                                                                |
+|------------------------|-------------------------------------------------------------------------------------|
+| a link has finished    | its request is remembered under its lease; of the last links                         |
+| its answer has ended   | the ingress sends the token ids as they were generated                               |
+| the engine is idle     | a piece at a time: find what is known, compute on from there, name the blocks        |
+| a client sends it back | digests match up to the first tokens that are others, such as of a reasoning left out |
+
+Nothing is held between two pieces: a link that comes meanwhile takes blocks as it likes, and what is computed by then
+serves. How the KV of the prompt was made goes with the new blocks, so that exact and approximate chains never mix.
+
+Pulling the KV back from the decode engine would spare these forwards. It would take a NIXL reader on prefill workers,
+and blocks that decode engines hold while users read; the forwards take time that is idle anyway.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from kvstore.deletions import reaches
+from prefill_workers.block_pool import BlockPool, PoolExhausted
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.engine.sampling import are_finite
+from prefill_workers.link.plan import LinkPlan
+from prefill_workers.link.prefix_hits import PrefixHits
+from prefill_workers.prefix_digests import PrefixChain, prefix_chain
+from prefill_workers.protocol import LinkRequest
+from prefill_workers.sequence import LinkSequence, Run
+
+_MOST_LINKS = 256  # whose answers may still come
+_MOST_WAITING = 64
+
+
+@dataclass(frozen=True)
+class AnswerStats:
+    """Counters of answers whose KV is computed in idle time.
+
+    `tokens`: computed. `given_up`: answers by reason: `queue` (others came later), `evicted` (what stands before them
+    is not there any more), `blocks` (the pool has no room) or `not finite` (logits).
+    """
+
+    waiting: int = 0
+    tokens: int = 0
+    given_up: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Answer behind its prompt.
+
+    `request` has the tokens of both, of which the first `prompt` are the prompt's, the first one at position `frame`.
+    """
+
+    request: LinkRequest
+    prompt: int
+    frame: int
+    block_size: int
+
+    @cached_property
+    def chain(self) -> PrefixChain:
+        """Digests of the beginnings of both."""
+        request = self.request
+        return prefix_chain(request.tenant, request.token_ids, request.chunks, self.block_size)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens up to the last place where a later prompt may go on."""
+        return self.chain.ends[-1] if self.chain.ends else 0
+
+    @cached_property
+    def known(self) -> int:
+        """Tokens up to the last such place in the prompt."""
+        behind = self.chain.index(self.prompt + 1)
+        return self.chain.ends[behind - 1] if behind else 0
+
+
+class AnswerPrefill:
+    """Queue of answers whose KV is to be computed. Belongs to the prefill loop's thread.
+
+    Args:
+        hits: what finds prompts' blocks.
+        piece: of how many tokens are left, those that the next forward may compute; it may change.
+    """
+
+    def __init__(self, engine: PrefillEngine, pool: BlockPool, hits: PrefixHits, piece: Callable[[int], int]) -> None:
+        self._engine, self._pool, self._hits, self._piece = engine, pool, hits, piece
+        self._linked: OrderedDict[str, tuple[LinkRequest, int]] = OrderedDict()  # requests and frames, by lease
+        self._waiting: OrderedDict[str, _Answer] = OrderedDict()
+        self._tokens, self._given_up = 0, Counter[str]()
+
+    def __len__(self) -> int:
+        """Answers left."""
+        return len(self._waiting)
+
+    def stats(self) -> AnswerStats:
+        """Counters, from any thread."""
+        return AnswerStats(len(self._waiting), self._tokens, dict(self._given_up))
+
+    def remember(self, plan: LinkPlan, lease: str) -> None:
+        """Remember a finished link until its answer comes, if the whole prompt is kept."""
+        session = plan.session
+        if plan.chain is None or (session is not None and session.shareable_tokens < len(plan.sequence)):
+            return
+        self._linked[lease] = plan.request, plan.frame
+        if len(self._linked) > _MOST_LINKS:
+            self._linked.popitem(last=False)
+
+    def add(self, lease: str, token_ids: Sequence[int]) -> None:
+        """Queue the answer behind a link; not behind another worker's, nor one of long ago."""
+        linked = self._linked.pop(lease, None)
+        if linked is None:
+            return
+        request, frame = linked
+        both = replace(request, token_ids=[*request.token_ids, *token_ids])
+        self._waiting[lease] = _Answer(both, len(request.token_ids), frame, self._pool.block_size)
+        if len(self._waiting) > _MOST_WAITING:
+            self._waiting.popitem(last=False)
+            self._given_up["queue"] += 1
+
+    def forget(self, content: str, tenant: str) -> None:
+        """Drop links and answers behind a deleted content."""
+
+        def brought(request: LinkRequest) -> bool:
+            return reaches(content, tenant, request.tenant) and any(span.content == content for span in request.chunks)
+
+        for lease in [lease for lease, (request, _) in self._linked.items() if brought(request)]:
+            del self._linked[lease]
+        for lease in [lease for lease, answer in self._waiting.items() if brought(answer.request)]:
+            del self._waiting[lease]
+
+    def step(self) -> None:
+        """Do the next piece: at most one forward.
+
+        Answers take turns; one whose piece fails is dropped.
+        """
+        lease, answer = next(iter(self._waiting.items()))
+        over = True
+        try:
+            over = self._compute(answer)
+        finally:  # only now: until then it counts as work to be done
+            if over:
+                del self._waiting[lease]
+            else:
+                self._waiting.move_to_end(lease)
+
+    def _compute(self, answer: _Answer) -> bool:
+        """Compute the next piece of an answer. True if nothing is left, or it is given up."""
+        epoch, whole = self._hits.epoch, answer.tokens
+        match = self._hits.match(answer.request, answer.chain, answer.frame, whole)
+        if match.tokens < answer.known:
+            return self._give_up("evicted")
+        if match.tokens >= whole:  # also if the next turn came first
+            return True
+        stop = self._stop(match.tokens, whole)
+        try:
+            lease = self._pool.allocate(stop, readers=0, match=match)
+        except PoolExhausted:
+            return self._give_up("blocks")
+        try:
+            self._hits.copy(match, lease.blocks)
+            index = torch.arange(stop)  # behind a prompt, positions are indices (`sequence.LinkSequence`)
+            positions = index.expand(3, -1) if self._engine.uses_mrope else index
+            tokens = torch.tensor(answer.request.token_ids[:stop], dtype=torch.int32)
+            sequence = LinkSequence(tokens, positions, lease.blocks)
+            logits = self._engine.forward([(sequence, [Run(match.tokens, stop)])], ends=[0])
+            assert logits is not None
+            if not all(are_finite(logits)):
+                return self._give_up("not finite")
+            self._tokens += stop - match.tokens
+            computed = None if stop == whole else stop
+            self._hits.index.add(lease.blocks, answer.chain, match.forms, match, answer.frame, epoch, computed)
+        finally:
+            self._pool.abandon(lease.id)
+        return stop == whole
+
+    def _stop(self, start: int, whole: int) -> int:
+        """End of the next piece: a block's, of which only whole ones can be gone on from, or the answer's."""
+        size, stop = self._pool.block_size, start + self._piece(whole - start)
+        return whole if stop >= whole else min(whole, max(stop // size, start // size + 1) * size)
+
+    def _give_up(self, reason: str) -> bool:
+        self._given_up[reason] += 1
+        return True
