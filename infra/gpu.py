@@ -19,7 +19,6 @@ from infra.vllm_env import is_cpu_build
 
 BLOCK_SIZE = 64  # tokens; a hand-off has one descriptor a block and layer, and all attention backends take blocks of 64
 DECODE_SEQUENCES = 256  # that decode together: a step reads all weights, for one as for many
-BUCKETS = (64, 128, 256, 512)  # tokens of forwards that are captured as graphs: a linked prompt's text is as long
 _DRIVERS = {"11": 450, "12": 525, "13": 580}  # oldest driver by CUDA's major version (NVIDIA's compatibility table)
 _COMPILERS = ("cc", "gcc", "clang")  # one of which Triton calls
 

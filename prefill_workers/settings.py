@@ -8,8 +8,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from infra.gpu import BUCKETS
-from infra.vllm_env import is_cpu_build
 from kvstore.settings import FactorType
 from prefill_workers.modes import EXACT_POINTS, FreeText, OperatingPoint, composed_antecedents
 
@@ -153,9 +151,9 @@ class PrefillSettings(BaseModel):
     )
     max_batch_tokens: int = Field(4096, ge=64, description="Tokens of one forward; longer runs go on in the next one.")
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default_factory=lambda: () if is_cpu_build() else BUCKETS,
-        description="Lengths in tokens to which forwards that end prompts are padded. On a GPU they are captured as "
-        f"CUDA graphs at start; longer ones are computed eagerly. None by default on CPUs, else {list(BUCKETS)}.",
+        (),
+        description="Lengths in tokens, such as [64, 128, 256, 512], to which forwards that end prompts are padded. "
+        "On a GPU they are captured as CUDA graphs at start, which none has run yet; longer ones are computed eagerly.",
     )
     max_queue: int = Field(256, ge=1, description="Links that may wait; further ones are answered 429.")
     loaded_bytes: int = Field(
