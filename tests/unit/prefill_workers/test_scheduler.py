@@ -55,7 +55,7 @@ class Engine:
 
     accepts_layerwise_kv = False
     num_blocks, block_size, max_model_len = 41, 16, 160
-    not_compactable = None
+    not_compactable = forward_span = None
 
     def __init__(self) -> None:
         self.broken: set[LinkSequence] = set()
