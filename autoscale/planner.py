@@ -260,7 +260,7 @@ class Planner:
         return self._plans.target(Role(role), running, target, time.monotonic())
 
     async def bound(self, role: str, least: int, most: int) -> None:
-        """Keep a role between so many replicas until told otherwise, or until the planner starts anew.
+        """Keep a role between so many replicas, until told otherwise or the planner starts anew.
 
         For maintenance, and for measurements: `least` = `most` steers it there whatever its load. See `Plans.bound`.
         """

@@ -139,9 +139,9 @@ class Library:
         return self.tokens_only_at(replica) * min(computing, machine.bytes_per_token / machine.bytes_per_second)
 
     def hand_over(self, replica: str, to: Collection[str], most_s: float) -> float:
-        """Give what only a replica has to others, the last used first, as far as there is time; returns the seconds.
+        """Give what only a replica has to others, as far as there is time; returns the seconds.
 
-        Others find it at once; who calls lets the time pass.
+        The last used goes first. Others find it at once; who calls lets the time pass.
         """
         targets, passed = list(to), 0.0
         if self._shared or not targets:

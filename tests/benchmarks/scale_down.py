@@ -1,4 +1,4 @@
-"""Scale-downs of a real service under a steady load: answers that fail, and work that is found again.
+"""Scale-downs of a real service under a steady load: failed answers, and work found again.
 
 Prefill and decode go from 2 replicas to 1 and back through the planner, whose bounds are moved, on the bundled model,
 with streams and links under way all the time. Prefill workers keep what they learn in memory alone, so that a page
@@ -50,7 +50,7 @@ _REUSED = "full-reuse"  # canonical KV alone: patches go by the compiler, whatev
 
 @dataclass(frozen=True)
 class Turn:
-    """One scale-down and the way back: seconds, and tokens of pages that were reused before and after."""
+    """Seconds of a scale-down and of the way back; tokens of pages reused before and after."""
 
     down_s: float
     up_s: float
