@@ -77,7 +77,7 @@ _BY_WORDS = {"hybrid_search": {"embedding_weight": 0.0, "text_weight": 1.0}}
 _CALLED = "78"  # what the two searches of an answer look for: digits, which no other part of the prompt has
 _QUESTION = 24  # letters
 _WARM = 2  # times that a set is asked about before it is timed: computed, then linked
-_FAVOUR = 10.0  # of logits: a digit over the next one
+_FAVOURED = (100.0, 70.0)  # added to the digits' logits: far more than these differ by, or lie below 0
 _UNSAID = 1e4  # repetition penalty: a digit that was searched for is not taken again
 _TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 
@@ -279,7 +279,7 @@ class _Conversation:
         words = {digit: f"{digit} {digit}" if i == 0 else f"{digit} x" for i, digit in enumerate(_CALLED)}
         files = {_file(digit): pdf_of(pages, [words[digit]] * RETRIEVED) for digit, pages in self._pages.items()}
         self._alphabet = self._tokens(string.ascii_lowercase)
-        self._bias = {str(self._tokens(digit)[0]): _FAVOUR * (len(_CALLED) - i + 1) for i, digit in enumerate(_CALLED)}
+        self._bias = {str(self._tokens(digit)[0]): most for digit, most in zip(_CALLED, _FAVOURED, strict=True)}
         self._store, _ = fill(open_client(service.url), "groups", files)
         self._tool = {
             "type": "file_search",

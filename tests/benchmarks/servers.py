@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.protocol import LeaseState
 
-_READY_SECONDS = 300.0
+_READY_SECONDS = 900.0  # a busy machine has taken 370
 GPU_PART = 0.2  # of a GPU's memory must be free for an engine beside others
 
 

@@ -78,7 +78,7 @@ def metrics() -> str:
     """Every series of `/metrics` that is ours, from where it is declared."""
     rows = []
     asked = [*fidelity.families({}), *compiling.families({}), *sessions.families({}), *autoscale.families({})]
-    nothing: Any = SimpleNamespace(parts=0, waiting=0, indexed=0, failed=0, degraded=0)
+    nothing: Any = SimpleNamespace(parts=0, vector_bytes=0, waiting=0, indexed=0, failed=0, degraded=0)
     asked += RetrieverMetrics(nothing).collect()
     for declared in [*vars(Metrics()).values(), CHOICES, *asked]:
         if isinstance(declared, CollectorRegistry):
