@@ -41,7 +41,7 @@ def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
         labels=["replica"],
     )
     idle = CounterMetricFamily(
-        "orbitserve_idle_tokens", "Tokens that forwards computed in idle time, for whatever.", labels=["replica"]
+        "orbitserve_idle_tokens", "Tokens that forwards computed in idle time, whatever for.", labels=["replica"]
     )
     answers = CounterMetricFamily(
         "orbitserve_answer_tokens",
