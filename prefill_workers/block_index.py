@@ -246,7 +246,10 @@ class BlockIndex:
             return [*self._named.get(digest, ())]
 
     def add_again(self, block: int, evicted: CachedBlock, epoch: int) -> bool:
-        """Name a block that holds the KV of one that was evicted; False if anything was forgotten since `epoch`."""
+        """Name a block that holds the KV of one that was evicted.
+
+        False if anything was forgotten since `epoch`.
+        """
         with self._lock:
             if epoch != self.epoch:
                 return False

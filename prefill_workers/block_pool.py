@@ -153,7 +153,10 @@ class BlockPool:
         return lease
 
     def take_cached(self, count: int, besides: Iterable[int]) -> list[int]:
-        """Take blocks for KV that is to be cached again, without a lease: up to `count`, none of `besides`."""
+        """Take blocks for KV that is to be cached again, without a lease.
+
+        Up to `count`, none of `besides`.
+        """
         kept = [block for block in besides if block in self._cached]
         for block in kept:
             self._cached.move_to_end(block)

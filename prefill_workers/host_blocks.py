@@ -1,4 +1,4 @@
-"""Host memory behind the KV pool: blocks that the pool evicts, and brings back when a prompt begins with them.
+"""Host memory behind the KV pool, for evicted blocks that prompts may begin with.
 
 | when                     | what                                                                              |
 |--------------------------|-----------------------------------------------------------------------------------|
@@ -67,7 +67,7 @@ class HostBlocks:
         return any(digest in self._named for digest in chain.digests)
 
     def restore(self, request: LinkRequest, chain: PrefixChain) -> None:
-        """Copy back what a prompt begins with, behind what the pool has of it, as far as there is room."""
+        """Copy back what a prompt begins with and the pool has not, as far as there is room."""
         epoch, index = self._hits.epoch, self._hits.index
         self._clear_with(index)
         kept, lacking = self._path(chain, self._hits.allows(request))

@@ -36,7 +36,7 @@ _KNOWN_CHUNKS = 512  # that requests brought last, of all tenants
 
 @dataclass(frozen=True)
 class CompileStats:
-    """Counters of compiling ahead, of other work that no request waits for, and of what is kept for prompts.
+    """Counters of compiling ahead, of other idle work, and of what is kept for prompts.
 
     Attributes:
         waiting: jobs left.

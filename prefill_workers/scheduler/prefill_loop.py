@@ -280,7 +280,9 @@ class PrefillLoop:
         return done
 
     def bring_back(self, request: LinkRequest) -> Future[None] | None:
-        """Copy back, before it is planned, what a prompt begins with and host memory has; None: nothing.
+        """Copy back what a prompt begins with and host memory has, before it is planned.
+
+        None: it has nothing of it.
 
         Raises:
             RuntimeError: the loop ends, or has ended.
