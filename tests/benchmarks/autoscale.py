@@ -136,9 +136,10 @@ def _over(found: Mapping[str, Mapping[str, Result]], reuse: Mapping[str, float |
         return max(over(results) for results in found.values())
 
     returning = [results for name, results in found.items() if (reuse[name] or 0.0) >= 0.5]
-    kept, lost = (
-        [one for results in found.values() for one in results[name].shrinks] for name in ("ours", "ours-no-hand-over")
-    )
+    shrinks = {
+        figure: [one for results in found.values() for one in results[policy].shrinks]
+        for figure, policy in (("reuse_kept", "ours"), ("reuse_without_hand_over", "ours-no-hand-over"))
+    }
     return {
         "replica_seconds_over_oracle": worst(
             lambda one: one["ours"].total_replica_seconds / one["oracle"].total_replica_seconds
@@ -148,13 +149,12 @@ def _over(found: Mapping[str, Mapping[str, Result]], reuse: Mapping[str, float |
         "goodput_over_best": min(
             one["ours"].goodput / max(one[name].goodput for name in ("static", *OTHERS)) for one in returning
         ),
-        "reuse_kept": _kept(kept),
-        "reuse_without_hand_over": _kept(lost),
+        **{figure: _kept(pairs) for figure, pairs in shrinks.items() if pairs},
     }
 
 
 def _kept(shrinks: list[tuple[float, float]]) -> float:
-    before, after = (sum(side) for side in zip(*shrinks, strict=True)) if shrinks else (1.0, 1.0)
+    before, after = (sum(side) for side in zip(*shrinks, strict=True))
     return after / before
 
 
