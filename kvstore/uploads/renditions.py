@@ -1,6 +1,8 @@
 """Renditions: PDFs of office files, kept with the journal of the files' parts.
 
-parts/<owner>/<content>/rendition.pdf      goes with the parts, once nothing holds the content any more
+    parts/<owner>/<content>/rendition.pdf      goes with the parts, once nothing holds the content any more
+
+So a file is converted once, whichever process reads it.
 """
 
 from __future__ import annotations

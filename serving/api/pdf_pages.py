@@ -129,8 +129,9 @@ class PdfPages:
             known = self._known.get(content)
         if known is None:
             try:
+                loaded = load()
                 with self._readers:
-                    _, pages = pdf.read_pages(load(), self._settings, max_pixels=self._max_pixels)
+                    _, pages = pdf.read_pages(loaded, self._settings, max_pixels=self._max_pixels)
             except pdf.UnreadablePdf as error:
                 raise InvalidRequest(f"{where}: {error}", parameter=where) from error
             known = _Sizes(tuple((page.width, page.height) for page in pages))

@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -62,6 +63,7 @@ _PROFILE = """<?xml version="1.0" encoding="UTF-8"?>
 </item>
 </oor:items>
 """
+_AT_ONCE = threading.Semaphore(2)  # conversions of this process; further ones wait
 # Limits stand before LibreOffice runs: a shell sets them for itself, and becomes it.
 _BOUNDED = 'ulimit -c 0; ulimit -v "$1"; ulimit -t "$2"; ulimit -f "$3"; shift 3; exec "$@"'
 
@@ -126,16 +128,13 @@ def to_pdf(data: bytes, kind: str, settings: DocumentSettings) -> bytes:
         (profile / "user").mkdir(parents=True)
         (profile / "user" / "registrymodifications.xcu").write_text(_PROFILE)
         (folder / f"file.{kind}").write_bytes(data)
-        _run(
-            [
-                *(command, f"-env:UserInstallation={profile.as_uri()}", "--headless", "--norestore", "--nolockcheck"),
-                *(_AS_TEXT if kind == "html" else ()),
-                *("--convert-to", "pdf", "--outdir", str(folder), str(folder / f"file.{kind}")),
-            ],
-            folder,
-            kind,
-            settings,
-        )
+        asked = [
+            *(command, f"-env:UserInstallation={profile.as_uri()}", "--headless", "--norestore", "--nolockcheck"),
+            *(_AS_TEXT if kind == "html" else ()),
+            *("--convert-to", "pdf", "--outdir", str(folder), str(folder / f"file.{kind}")),
+        ]
+        with _AT_ONCE:
+            _run(asked, folder, kind, settings)
         pdf = b""
         with suppress(OSError):
             pdf = (folder / "file.pdf").read_bytes()

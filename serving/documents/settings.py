@@ -31,9 +31,7 @@ class DocumentSettings(Settings):
     office_memory_bytes: int = Field(
         4096 * MIB, ge=512 * MIB, description="Address space of each of LibreOffice's processes for one file."
     )
-    readers: int = Field(
-        2, ge=1, description="PDFs and office files that one replica reads at once; further ones wait."
-    )
+    readers: int = Field(2, ge=1, description="PDFs that one replica reads at once; further ones wait.")
 
 
 class VideoSettings(Settings):
