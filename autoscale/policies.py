@@ -205,13 +205,12 @@ def _decide(role: Role, state: RoleState, goals: Goals, now: float) -> Decision:
         gap = replace(memory, enough=(), since=math.inf)
         return _stay(state, "unknown", "signals are missing or stale: the target stays", gap)
     by_load = size(role, max(demand.load, state.following), state, goals)
-    forecast = 0.0 if state.forecast is None or demand.has_fallen else state.forecast  # of a load that has ended: none
-    by_forecast = size(role, forecast, state, goals)
+    by_forecast = 0 if state.forecast is None else size(role, state.forecast, state, goals)
     doubt = SURE * demand.error(demand.window_s)  # a role does not grow by chance
     if by_load > state.target:
         by_load = max(state.target, size(role, max(demand.load - doubt, state.following), state, goals))
-    if by_forecast > state.target:
-        by_forecast = max(state.target, size(role, max(0.0, forecast - doubt), state, goals))
+    if state.forecast is not None and by_forecast > state.target:
+        by_forecast = max(state.target, size(role, max(0.0, state.forecast - doubt), state, goals))
     by_queue = _reacting(role, state, demand, goals, now)
     needed = max(by_load, by_forecast, by_queue)
     largest = max((by_load, "load"), (by_forecast, "forecast"), (by_queue, "queue"))[1]

@@ -223,7 +223,7 @@ class _Pool:
             self._env.timeout(seconds, replica).callbacks.append(self._gone)
 
     def _gone(self, event: simpy.Event) -> None:
-        replica: Any = event.value
+        replica = event.value
         self.pay()
         del self.draining[replica.name]
         if self.role is Role.PREFILL:

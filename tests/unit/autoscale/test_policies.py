@@ -141,9 +141,7 @@ def test_a_fall_that_is_no_chance_need_not_wait_until_a_growth_has_settled():
     memory = Memory(enough=((800.0, 1),), since=800.0, grown=990.0)
     assert decided(state(1.0, 6, memory=memory)).reason == "settling"
     fallen = replace(demand(1.0), has_fallen=True)
-    shrunk, forecast = (decided(state(None, 6, demand=fallen, memory=memory, forecast=load)) for load in (None, 9.0))
-    assert shrunk.reason == "shrink"
-    assert forecast.target == shrunk.target < 6, "what is forecast comes from the load before the fall"
+    assert decided(state(None, 6, demand=fallen, memory=memory)).reason == "shrink"
 
 
 def test_what_only_the_victim_has_makes_a_shrink_wait_longer():
