@@ -218,3 +218,11 @@ def test_a_plan_for_a_hundred_replicas_takes_milliseconds():
         scaler.plan(now, dict.fromkeys(signals, Counts(100, 100)))
         taken.append(time.process_time() - began)
     assert np.median(taken) < 0.005
+
+
+def test_a_start_is_taken_for_no_longer_than_any_was():
+    scaler = Scaler({Role.DECODE: BOUNDS}, GOALS)
+    pool = {"blocks": 0.0, "blocks_total": 100.0, "sequences": 0.0, "max_sequences": 16.0}
+    signals = {name: {"clock": 1.0, "age_s": 1.0, "ready_s": s, **pool} for name, s in {"a": 80.0, "b": 280.0}.items()}
+    scaler.observe(0.0, {Role.DECODE: signals})
+    assert scaler._roles[Role.DECODE].start_s() == pytest.approx(260.0), "p90 of two"
