@@ -69,7 +69,7 @@ _BOUNDED = 'ulimit -c 0; ulimit -v "$1"; ulimit -t "$2"; ulimit -f "$3"; shift 3
 
 
 def kind_of(data: bytes) -> str | None:
-    """Kind of an office file by its content; None of anything else, PDFs and plain texts included."""
+    """Kind of an office file by its content; None of others, PDFs and plain texts included."""
     if data.startswith(b"PK\x03\x04"):
         name = data[_NAME_AT : _NAME_AT + 64]
         of_mimetype = (kind for kind, mimetype in _MIMETYPES if name.startswith(mimetype))

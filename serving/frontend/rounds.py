@@ -42,13 +42,13 @@ class RoundLog:
 
 
 class RetrievalSite:
-    """Place in an answer's prompts where pages stand: those of later searches beside those of the first."""
+    """Place where an answer's pages stand: those of later searches beside the first ones."""
 
     def __init__(self) -> None:
         self._end: int | None = None  # token behind the pages; None: there are none yet
 
     def joined(self, segments: Segments, token_ids: Sequence[int], turn: Segments) -> Segments:
-        """The next prompt: the last one, the tokens that were generated behind it, and the tool's turn."""
+        """The next prompt: the last one, what was generated behind it, and the tool's turn."""
         said = Segments([*segments.token_ids, *token_ids], segments.chunks, segments.items)
         if self._end is None or not turn.chunks:
             at = len(said.token_ids)

@@ -1,4 +1,4 @@
-"""A file's parts, as they are indexed: pages of a PDF or office file, passages of a text, a picture."""
+"""A file's parts, as they are indexed: pages of documents, passages of texts, a picture."""
 
 from __future__ import annotations
 

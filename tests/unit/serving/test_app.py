@@ -65,7 +65,7 @@ async def test_a_decode_worker_ends_with_its_engine(monkeypatch: pytest.MonkeyPa
 def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False) -> PrefillWorker:
     worker = object.__new__(PrefillWorker)
     worker._meter = SimpleNamespace(linked=lambda result: None)
-    worker._engine = SimpleNamespace(silent=silent, check_handshake=nothing)
+    worker._engine = SimpleNamespace(is_silent=silent, check_handshake=nothing)
     loop = {"alive": lambda: alive, "failing": failing, "stop": lambda: None, "bring_back": lambda request: None}
     worker._loop = SimpleNamespace(**loop)
     worker._library = SimpleNamespace(close=lambda: None)
