@@ -45,7 +45,7 @@ class CompileStats:
         given_up: jobs by reason: `queue` (others were worth more), `bytes` (the library holds what saves more per byte)
             or `sums` (no pair patches are summed any more).
         dropped: patches that the compiler had no room for or could not form, whatever they came of.
-        idle_tokens: that forwards computed in idle time, for whatever.
+        idle_tokens: that forwards computed in idle time, whatever for.
         answers: of `answer_prefill`.
         host: of `host_blocks`.
     """

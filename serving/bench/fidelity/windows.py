@@ -197,15 +197,15 @@ class Progress:
 
     def __init__(self, console: Console, parts: int, count: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._left, self._count, self._clock = console, parts, count, clock
-        self._name, self._done, self._whole, self._seconds = "", 0, 0, 0.0
-        self._since = clock()
+        self._done = self._whole = 0
+        self._seconds, self._since = 0.0, clock()
 
     def begin(self, name: str) -> None:
         """Go on with the next table.
 
         One that was measured before takes no time, and counts for nothing.
         """
-        self._name, self._done, self._since = name, 0, self._clock()
+        self._done, self._since = 0, self._clock()
         self._left -= 1
         self._console.print(f"  {name}")
 
