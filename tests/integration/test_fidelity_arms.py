@@ -329,7 +329,9 @@ def test_all_modes_are_asked_as_pages_grow_and_reuse_answers_as_exact_does(study
 def test_survivors_are_kept_until_they_leave_and_mended_by_removal(study: Study):
     cases = Pictures(study.reader, study.kind)
     for slides in (1, 4):
-        scores = windows.survivors(cases, study.arms, study.reader, Split.multi, slides, 6)
+        told = list[int]()
+        scores = windows.survivors(cases, study.arms, study.reader, Split.multi, slides, 6, told.append)
+        assert sum(told) == 6
         assert {len(one.kl) for one in scores.values()} == {6}
         kl = {arm: sum(one.kl) for arm, one in scores.items()}
         assert kl["removal"] < kl["kept"] < kl["blind"]
@@ -350,7 +352,9 @@ def test_survivors_of_windows_of_one_item_equal_links_by_hand(study: Study):
 
 
 def test_a_stale_patch_loses_as_the_window_turns_over_and_a_fresh_one_does_not(study: Study):
-    scores = windows.recalled(Pictures(study.reader, study.kind), study.arms, study.reader, Split.multi, 6)
+    told, cases = list[int](), Pictures(study.reader, study.kind)
+    scores = windows.recalled(cases, study.arms, study.reader, Split.multi, 6, told.append)
+    assert sum(told) == 6
     kl = {arm: sum(one.kl) for arm, one in scores.items()}
     assert kl["rebuilt"] < 0.01 * kl["blind"]
     assert kl["fresh"] == kl["stale_0"] < kl["stale_60"]
