@@ -81,6 +81,7 @@ def test_tables_name_arms_by_slides_and_what_turned_over(monkeypatch: pytest.Mon
     nothing: Any = None
     found = dict(windows.tables(cases, nothing, nothing, 3, Kept(None), Console(quiet=True)))
     assert "accuracy of windows" not in found
+    assert "flip_recover of windows" not in found, "of three cases none is told, and an empty table cannot be shown"
     figures = figures_of("real", {f"real: {name}": table for name, table in found.items()})
     assert figures["real.prose.kept_after_8.eta"] == pytest.approx(0.5)
     assert figures["real.prose.blind_recalled.kl"] == pytest.approx(0.03)
