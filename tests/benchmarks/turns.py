@@ -30,13 +30,14 @@ from tests.benchmarks.servers import Server, ours, vllm_alone
 _DESCRIPTIONS = {"vllm": "vLLM's OpenAI server with prefix caching", "exact": "OrbitServe, mode exact"}
 _TURNS, _WITH_IMAGE = 8, (1, 4)
 _ASKED, _ANSWERED = 40, 128  # tokens; of a question letters, with the bundled tokenizers
+_WARM_UP = 2  # turns of a chat before
 _READS_S = 1.0  # that a user reads, before idle work is waited for
 _IDLE = {"exact, idle": "orbitserve_idle_tokens_total", "of these answers": "orbitserve_answer_tokens_total"}
 
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure both arms, turn by turn."""
-    size, chats = (256, 1) if quick else (1024, 5)
+    size, chats = (256, 1) if quick else (1024, 2)
     checkpoint = checkpoint_path(CHECKPOINT)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
     computed: dict[str, dict[str, list[int]]] = {name: {} for name in [*_DESCRIPTIONS, *_IDLE]}
@@ -47,7 +48,7 @@ def run(quick: bool, console: Console) -> Outcome:
         arms = {"vllm": (alone, long), "exact": (service, {**long, "orbit": {"mode": "exact"}})}
         for chat in range(chats + 1):
             words, said = np.random.default_rng(chat), {name: list[dict[str, Any]]() for name in arms}
-            for turn in range(1, _TURNS + 1):
+            for turn in range(1, (_TURNS if chat else _WARM_UP) + 1):
                 image = [_image(size, 100 * chat + turn)] if turn in _WITH_IMAGE else []
                 asked = {"role": "user", "content": [*image, {"type": "text", "text": _question(words)}]}
                 before = _counted(web, service)
@@ -61,14 +62,15 @@ def run(quick: bool, console: Console) -> Outcome:
                         began = time.perf_counter()
                         service.settle()
                         idle = (time.perf_counter() - began) * 1e3
-                    if chat:  # the first one warms up
+                    if chat:
                         samples[name].setdefault(str(turn), []).append(timed.ttft_ms)
                         computed[name].setdefault(str(turn), []).append(timed.computed_tokens)
                 if chat:
                     idle_ms.setdefault(str(turn), []).append(idle)
                     for name, count in _counted(web, service).items():
                         computed[name].setdefault(str(turn), []).append(count - before[name])
-            console.print(f"  chat {chat} of {chats} done")
+                    last = {name: round(times[str(turn)][-1]) for name, times in samples.items()}
+                    console.print(f"  chat {chat} of {chats}, turn {turn}: {last} ms, idle work {idle:.0f} ms")
     vllm, exact = (Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items())
     later = [str(turn) for turn in range(2, _TURNS + 1)]
     tokens = {name: {turn: sum(counts) / chats for turn, counts in rows.items()} for name, rows in computed.items()}
