@@ -37,7 +37,7 @@ _IDLE = {"exact, idle": "orbitserve_idle_tokens_total", "of these answers": "orb
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure both arms, turn by turn."""
-    size, chats = (256, 1) if quick else (1024, 2)
+    size, chats = (256, 1) if quick else (1024, 1)
     checkpoint = checkpoint_path(CHECKPOINT)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
     computed: dict[str, dict[str, list[int]]] = {name: {} for name in [*_DESCRIPTIONS, *_IDLE]}
