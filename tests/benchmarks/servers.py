@@ -129,7 +129,7 @@ def vllm_alone(
     if on_gpu():
         command += ["--gpu-memory-utilization", str(GPU_PART), "--kv-cache-memory-bytes", str(kv_cache_gib << 30)]
     else:
-        command += ["--block-size", "32"]  # of 128 by default: the fewest tokens at which its kernels are as fast
+        command += ["--block-size", "32"]  # not 128: of fewer it warns that they are slow
     environment = {**os.environ, **vllm_environment(kv_cache_gib=kv_cache_gib, threads=os.cpu_count())}
     if compiled:
         environment.pop("TORCH_COMPILE_DISABLE", None)

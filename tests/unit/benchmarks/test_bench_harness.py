@@ -29,7 +29,6 @@ UNRECORDED = {
     "lazy",
     "mrag",
     "scale-down",
-    "turns",
     "video-segments",
     "video-window",
 }  # no whole run of them was made yet
