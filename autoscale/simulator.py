@@ -220,10 +220,9 @@ class _Pool:
         """A replica may have ended all that it had: one that drains hands over, and goes."""
         if replica.name in self.draining and not replica.load:
             seconds = self.on_leave(replica, list(self.serving))
-            self._env.timeout(seconds, replica).callbacks.append(self._gone)
+            self._env.timeout(seconds).callbacks.append(lambda _: self._gone(replica))
 
-    def _gone(self, event: simpy.Event) -> None:
-        replica = event.value
+    def _gone(self, replica: Any) -> None:
         self.pay()
         del self.draining[replica.name]
         if self.role is Role.PREFILL:
