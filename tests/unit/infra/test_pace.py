@@ -1,4 +1,4 @@
-"""What work is expected to take, by what earlier work of its kind took."""
+"""Pace of work: forecasts from earlier work of the same kind."""
 
 from __future__ import annotations
 
