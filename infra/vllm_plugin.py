@@ -37,7 +37,6 @@ from typing import Any
 
 SHARED_CORES = "ORBITSERVE_ENGINES_SHARE_CORES"
 NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"  # of the handshake
-_POLL_MICROSECONDS = 2000  # between two polls of UCX
 # What torch has MKL compute for contiguous floats.
 _VECTOR_FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "sin", "tan", "cosh", "sinh", "tanh", "erf", "erfc", "erfinv", "exp", "exp2"),
@@ -70,24 +69,13 @@ def register() -> None:
     from vllm.distributed import nixl_utils
     from vllm.model_executor.models import registry
 
+    from infra import nixl_agents
+
     if nixl_utils.NixlWrapper is not None:
-        _let_agents_pause(sys.modules[nixl_utils.NixlWrapper.__module__].nixlBind)
+        nixl_agents.let_pause(sys.modules[nixl_utils.NixlWrapper.__module__].nixlBind)
     _let_groups_share_a_thread()
     type(current_platform).discover_numa_topology = classmethod(lambda cls: [])  # read for that pinning only
     registry._run_in_subprocess = lambda look: look()
-
-
-def _let_agents_pause(bindings: Any) -> None:
-    """Have NIXL's agents wait between polls: their constructor in Python sets that to nothing."""
-    construct = bindings.nixlAgent
-    if isinstance(construct, functools.partial):  # vLLM loads its plugins more than once
-        return
-
-    def paused(make: Any, name: str, config: Any) -> Any:
-        config.pthrDelay = _POLL_MICROSECONDS
-        return make(name, config)
-
-    bindings.nixlAgent = functools.partial(paused, construct)
 
 
 def _let_groups_share_a_thread() -> None:

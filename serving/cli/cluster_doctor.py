@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import socket
 import sys
@@ -34,6 +33,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from infra.nixl_agents import finish, make_agent
 from infra.ports import free_port
 from kvstore.tiers.base import Tier
 from kvstore.tiers.stack import TierStack
@@ -153,13 +153,10 @@ class NodeProbe:
         for name in (b"first", b"second"):
             remote = agent.deserialize_descs(described)
             transfer = agent.initialize_xfer("READ", agent.get_xfer_descs([target]), remote, peer, name)
-            began, state = time.perf_counter(), agent.transfer(transfer)
-            while state == "PROC":
-                if time.perf_counter() - began > _PULL_SECONDS:
-                    raise RuntimeError(f"no end after {_PULL_SECONDS:.0f} s")
-                state = agent.check_xfer_state(transfer)
-            took = time.perf_counter() - began
+            took, state = finish(agent, transfer, _PULL_SECONDS)
             agent.release_xfer_handle(transfer)
+            if state == "PROC":
+                raise RuntimeError(f"no end after {_PULL_SECONDS:.0f} s")
             if state != "DONE":
                 raise RuntimeError(f"state {state}")
         if not torch.equal(target, torch.arange(NIXL_BYTES // 8, dtype=torch.int64)):
@@ -168,8 +165,7 @@ class NodeProbe:
 
 
 def _agent() -> Any:
-    api = importlib.import_module("nixl._api")
-    return api.nixl_agent(f"doctor-{uuid.uuid4().hex[:8]}", api.nixl_agent_config(backends=["UCX"]))
+    return make_agent(f"doctor-{uuid.uuid4().hex[:8]}")
 
 
 def versions() -> dict[str, str]:

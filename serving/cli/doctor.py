@@ -23,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
@@ -319,18 +321,22 @@ def run_probe(
     A crash, a hang or silence becomes one failed finding.
     """
     with tempfile.TemporaryFile("w+") as log:
-        try:
-            code: int | None = subprocess.run(
-                [sys.executable, "-m", "serving.cli.doctor", name, *arguments],
-                env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+        probe = subprocess.Popen(
+            [sys.executable, "-m", "serving.cli.doctor", name, *arguments],
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        with suppress(subprocess.TimeoutExpired):
+            try:
+                code = probe.wait(timeout_s)
+            finally:  # with the processes that it has started
+                with suppress(ProcessLookupError):
+                    os.killpg(probe.pid, signal.SIGKILL)
+                probe.wait()
         log.seek(0)
         lines = log.read().split("\n")
     for line in reversed(lines):

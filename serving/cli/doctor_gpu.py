@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 from infra.gpu import NoUsableGpu, gpus, missing_build_tools
+from infra.nixl_agents import finish, make_agent
 from infra.vllm_env import is_cpu_build
 from serving.cli.findings import CheckResult
 from serving.deploy.gpu_fit import shortage
@@ -68,7 +67,7 @@ def probe_nixl() -> list[CheckResult]:
         if not here.poll(_START_SECONDS):
             return [CheckResult("NIXL loopback", False, "the other process said nothing")]
         metadata, descriptors = here.recv()
-        agent = _agent("decode")
+        agent = make_agent("decode")
         target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         registered = agent.register_memory([target])
         peer = agent.add_remote_agent(metadata)
@@ -102,18 +101,14 @@ def _read(agent: Any, arguments: tuple[Any, ...]) -> tuple[float, str]:
     """Seconds that a read took, and its last state."""
     local, remote, peer, note = arguments
     transfer = agent.initialize_xfer("READ", local, remote, peer, note)
-    start = time.perf_counter()
-    state = agent.transfer(transfer)
-    while state == "PROC" and time.perf_counter() - start < _SECONDS:
-        state = agent.check_xfer_state(transfer)
-    seconds = time.perf_counter() - start
+    seconds, state = finish(agent, transfer, _SECONDS)
     agent.release_xfer_handle(transfer)
     return seconds, state
 
 
 def _offer(pipe: Connection, device: str, nbytes: int) -> None:
     """Offer memory to another process, until that says that it has read it."""
-    agent, source = _agent("prefill"), _pattern(nbytes, device)
+    agent, source = make_agent("prefill"), _pattern(nbytes, device)
     registered = agent.register_memory([source])
     pipe.send((agent.get_agent_metadata(), agent.get_serialized_descs(agent.get_xfer_descs([source]))))
     if pipe.poll(_START_SECONDS):
@@ -125,8 +120,3 @@ def _pattern(nbytes: int, device: Any) -> Any:
     import torch
 
     return torch.arange(nbytes, device=device).to(torch.uint8)
-
-
-def _agent(name: str) -> Any:
-    api = importlib.import_module("nixl._api")  # nixl puts the module of its CUDA flavour there when it is imported
-    return api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))

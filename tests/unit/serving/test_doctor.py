@@ -227,6 +227,19 @@ def test_the_engine_is_checked_with_the_kv_that_it_will_have(monkeypatch: pytest
     assert environments["engine"]["VLLM_CPU_KVCACHE_SPACE"] == "8"
 
 
+def test_a_probe_that_hangs_ends_with_the_processes_that_it_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = tmp_path / "pid"
+    code = "import os"
+    code += "\npid = os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '60')"
+    code += f"\nopen({str(told)!r}, 'w').write(str(pid))\nos.wait()"
+    [result] = probe_that_runs(code, monkeypatch, tmp_path, timeout_s=5)
+    assert result.detail == "no result within 5 s"
+    started = Path(f"/proc/{told.read_text()}/stat")
+    assert not started.exists() or started.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_nixl_moves_bytes_on_this_machine() -> None:
     [result] = run_probe("nixl", remedy="do this")
     assert result.ok, result.detail
