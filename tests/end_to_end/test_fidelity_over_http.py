@@ -206,6 +206,7 @@ def test_the_service_answers_as_the_offline_arms(bundled: Service):
     answers_as_offline(bundled, DEFAULT_MODEL, SAMPLE, PatchForm(RANK))
 
 
+@pytest.mark.slow  # a service of its own
 def test_another_model_with_patches_of_another_form_answers_as_theirs(latent: Service):
     answers_as_offline(latent, LATENT, ARMS, EQUAL_RANK)
 
