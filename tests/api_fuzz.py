@@ -46,7 +46,7 @@ def _asked(
 
     @seed(0)
     @settings(
-        max_examples=_EXAMPLES, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=_EXAMPLES, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(operation.as_strategy(generation_mode=mode))

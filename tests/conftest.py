@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from infra.ray_exit import exit_with
 from infra.vllm_env import vllm_environment
@@ -13,6 +14,10 @@ from serving.replicas.process import SPIN
 os.environ.update(vllm_environment(kv_cache_gib=1))
 os.environ.pop("COLUMNS", None)  # of a worker of pytest-xdist: consoles that modules make would keep that width
 os.environ.setdefault(*SPIN)  # engines of a test share processors, as roles do
+
+# Tests share processors: how long an example took says nothing of it.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 pytest.register_assert_rewrite("tier_conformance")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from infra.machine import multiplies_bf16
 from infra.reference.prompts import IGNORED, Layout, Prompts, Words, lay_out
 from infra.reference.scenes import NOWHERE, STYLES, Form, Scenes, Split, Style, draw_questions, draw_scenes
 from infra.reference.vocabulary import COLOURS
@@ -279,6 +280,7 @@ def answers(
     embedded = F.embedding(prompts.tokens, table).index_copy(1, prompts.cells, levels[0])
     shift = torch.randint(0, 256, (len(prompts.tokens),), generator=generator).to(device)
     positions = prompts.positions[:, None] + shift[None, :, None]
-    with torch.autocast(device.type, torch.bfloat16):
+    mixed = device.type != "cpu" or multiplies_bf16()
+    with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
         hidden = language(embedded, positions, prompts.sees, prompts.cells, levels[1:])
         return language.logits(hidden[:, prompts.first :]).float().unflatten(1, prompts.labels.shape[1:])

@@ -145,7 +145,7 @@ messages = st.fixed_dictionaries(
 
 
 @given(given_messages=st.lists(messages | values, min_size=1, max_size=3))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_malformed_message_is_an_internal_error(service: Service, given_messages: list[Any]):
     body = json.dumps(service.body(given_messages, max_tokens=1))  # half of a pair of surrogates is written as \ud800
     sent = {"content": body, "headers": {"content-type": "application/json"}, "timeout": 300}

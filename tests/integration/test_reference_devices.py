@@ -59,7 +59,7 @@ def make_up_a_device() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(ELSEWHERE)
-    training.torch.autocast = lambda *_: nullcontext()  # it has no mixed precision
+    training.torch.autocast = lambda *_, **__: nullcontext()  # it has no mixed precision
 
 
 def devices_of_a_language_step(family: str, work: Path) -> set[str]:

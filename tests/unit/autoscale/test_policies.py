@@ -56,7 +56,7 @@ def test_an_mmn_queue_keeps_the_share_that_it_was_sized_for():
 
 
 @given(st.floats(0, 200), st.floats(0.01, 10), st.floats(1, 20), st.floats(0.1, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_replicas_carry_their_load_and_grow_with_it(load: float, mean: float, variability: float, limit: float):
     needed = within_limit(load, mean, variability, limit, 0.99)
     assert needed >= load
@@ -72,7 +72,7 @@ def test_replicas_carry_their_load_and_grow_with_it(load: float, mean: float, va
     st.floats(0, 1000) | st.none(),
     st.floats(1, 8) | st.none(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_targets_keep_the_bounds_whatever_is_measured(
     load: float | None, target: int, ready: int, queues: list[float], forecast: float | None, gpus: float | None
 ):

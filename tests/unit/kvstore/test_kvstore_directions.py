@@ -109,7 +109,7 @@ def test_large_kv_is_shared_between_threads_without_a_seam(layout: Layout, depth
 
 
 @families
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rank=st.integers(1, 12), tokens=st.integers(2, 40), seed=st.integers(0, 99))
 def test_rank_goes_where_it_keeps_most(layout: Layout, rank: int, tokens: int, seed: int) -> None:
     """As in a knapsack that is filled by value per weight: only what is too large for the rest of it is missing."""
@@ -282,7 +282,7 @@ def test_directions_that_do_not_add_up_are_refused() -> None:
         Patch(PatchKind.own, 2, (Directions(left, None, scale, (2, 1)),), (1.0,))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(exponent=st.integers(-20, 8), seed=st.integers(0, 99))
 def test_no_size_of_numbers_is_lost(exponent: int, seed: int) -> None:
     delta = random_kv(GQA, 7, seed=seed) * 10.0**exponent

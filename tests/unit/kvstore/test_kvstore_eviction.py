@@ -196,7 +196,7 @@ def test_a_tenants_share_of_a_tier_is_bounded(make_library: MakeLibrary) -> None
     assert len(stored(tier)) <= 4
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), min_size=60, max_size=150))
 def test_writers_that_do_not_see_each_other_keep_the_bound_in_any_order(writes: list[tuple[int, int]]) -> None:
     tier, limit = MemoryTier(), 240
@@ -221,7 +221,7 @@ def test_quarantined_records_go_before_sound_ones(make_library: MakeLibrary) -> 
     assert stored(tier) == {canonical("good").key, canonical("new").key}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["put", "get", "remove", "pin"]), st.integers(0, 4)), max_size=60),
     limit=st.integers(0, 5),

@@ -153,7 +153,7 @@ def test_basis_keeps_its_version() -> None:
     assert back.layout == record.layout
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(text=st.text(max_size=60), nested=st.dictionaries(st.text(max_size=8), st.text(max_size=30), max_size=3))
 def test_any_text_in_names_and_meta_survives(text: str, nested: dict[str, str]) -> None:
     record = canonical(tenant=text, fingerprint=text, content=text, meta={"nested": nested, "text": text})
@@ -263,7 +263,7 @@ def test_no_flipped_byte_goes_unnoticed(kind: str) -> None:
             decoded(bytes(damaged), record)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_overwritten_span_goes_unnoticed(data: st.DataObject) -> None:
     record = canonical(created=1.0)

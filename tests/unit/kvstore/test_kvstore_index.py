@@ -24,7 +24,7 @@ entries = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.booleans(), entries), max_size=40), st.permutations("abcde"))
 def test_answers_are_those_of_a_plain_list(changes: list[tuple[bool, Entry]], contents: list[str]):
     index, stored = PatchIndex(), set[Entry]()

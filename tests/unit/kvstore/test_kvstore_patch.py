@@ -118,7 +118,7 @@ def test_relocation_leaves_content_and_moves_keys(layout: Layout) -> None:
 
 
 @names
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(a=st.integers(-50_000, 50_000), b=st.integers(-50_000, 50_000))
 def test_relocations_compose(layout: Layout, a: int, b: int) -> None:
     kv = random_kv(layout, 3)

@@ -83,7 +83,7 @@ def test_full_rank_of_every_kind_gives_the_conditioned_kv(layout: Layout, dtype:
 
 
 @families
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(tokens=st.integers(2, 40), seed=st.integers(0, 1000), shared=st.booleans(), depth=st.sampled_from([1.0, 0.5]))
 def test_error_falls_with_rank_in_every_form(
     layout: Layout, tokens: int, seed: int, shared: bool, depth: float
@@ -99,7 +99,7 @@ def test_error_falls_with_rank_in_every_form(
 
 
 @families
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(energy=st.floats(0.3, 0.99), seed=st.integers(0, 1000), shared=st.booleans())
 def test_energy_keeps_enough_and_no_more(layout: Layout, energy: float, seed: int, shared: bool) -> None:
     delta = random_kv(layout, 12, seed=seed) * torch.linspace(1, 0.05, layout.features)
@@ -115,7 +115,7 @@ def test_energy_keeps_enough_and_no_more(layout: Layout, energy: float, seed: in
     assert form_patch(delta, layout, 2, energy=1.0, basis=basis).rank == 2
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(depth=st.floats(0.001, 1.0), layers=st.integers(1, 80))
 def test_depth_is_the_share_of_layers_rounded_up(depth: float, layers: int) -> None:
     covered = layers - first_patched_layer(depth, layers)
@@ -272,7 +272,7 @@ def test_deep_and_shared_go_together(layout: Layout) -> None:
 
 
 @families
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(scale=st.floats(0.1, 1.5), count=st.integers(1, 4), shared=st.booleans())
 def test_composition_counts_the_fixed_prefix_once(layout: Layout, scale: float, count: int, shared: bool) -> None:
     behind_prefix = random_kv(layout, TOKENS, seed=7)
@@ -300,7 +300,7 @@ def test_shared_patches_of_unequal_ranks_and_depths_compose(layout: Layout) -> N
 
 
 @families
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(rank=st.integers(1, 8), depth=st.sampled_from([1.0, 0.5]))
 def test_an_update_is_what_the_stale_patch_lacks(layout: Layout, rank: int, depth: float) -> None:
     delta, changed = random_kv(layout, TOKENS, seed=1), random_kv(layout, TOKENS, seed=2)
@@ -362,7 +362,7 @@ def test_an_orbit_patch_serves_an_ordering_that_was_held_out(layout: Layout) -> 
 
 @families
 @dtypes
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tokens=st.integers(1, 40),
     rank=st.one_of(st.none(), st.integers(1, 40)),

@@ -16,7 +16,7 @@ def vectors(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(a=deltas, b=deltas, style=st.sampled_from(STYLES), half=st.integers(1, 32), seed=st.integers(0, 99))
 def test_rotations_compose(a: int, b: int, style: RotaryStyle, half: int, seed: int) -> None:
     scheme = RotaryScheme.from_base(2 * half, 1e6, style)

@@ -173,7 +173,7 @@ def test_a_pageable_copy_and_a_read_are_counted(device: CountingDevice) -> None:
         max_size=8,
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tensors_of_any_shape_come_through_a_small_ring_and_back(shapes: list[tuple[list[int], torch.dtype]]) -> None:
     with CountingDevice() as device:
         ring = PinnedRing(device.stream, 4 * 768)

@@ -26,7 +26,7 @@ def longest_common_subsequence(a: Sequence, b: Sequence) -> int:
     return best[-1][-1]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(ids, ids, st.frozensets(st.integers(0, 9)))
 def test_every_segment_has_one_match_and_as_many_survive_as_can(old: list[int], new: list[int], known: frozenset[int]):
     matches = align(old, new, known)

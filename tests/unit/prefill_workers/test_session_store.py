@@ -80,7 +80,7 @@ def test_a_text_is_found_behind_words_that_took_a_pages_place():
 texts = st.lists(st.integers(0, 3), max_size=30)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts, st.lists(texts, max_size=4))
 def test_segments_cover_a_text_once_and_in_order(text: list[int], known: list[list[int]]):
     found = segments(request(text), known)

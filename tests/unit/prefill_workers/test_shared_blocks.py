@@ -130,4 +130,4 @@ class SharedBlocks(RuleBasedStateMachine):
 
 
 TestSharedBlocks = SharedBlocks.TestCase
-TestSharedBlocks.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestSharedBlocks.settings = settings(max_examples=40, stateful_step_count=25)

@@ -181,7 +181,7 @@ messages = values | st.fixed_dictionaries(
 
 
 @given(given_messages=st.lists(messages, min_size=1, max_size=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_checks_raise_nothing_but_refusals(media: MediaResolver, given_messages: list[Any]):
     request: Any = SimpleNamespace(tools=None)
     with suppress(InvalidRequest, NotFound, TooLarge):
@@ -191,7 +191,7 @@ def test_the_checks_raise_nothing_but_refusals(media: MediaResolver, given_messa
 
 
 @given(given_messages=st.lists(messages, min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_malformed_message_is_an_internal_error(app: FastAPI, given_messages: list[Any]):
     body = json.loads(json.dumps(given_messages).replace("NaN", "null").replace("Infinity", "0"))
     answer = asyncio.run(post(app, messages=body))

@@ -64,7 +64,7 @@ def best_value(items: Sequence[Cost], demands: Sequence[Demand], budget: Cost) -
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_picked_fits_and_the_optimum_lies_between_it_and_the_bound(seed: int):
     draw = random.Random(seed)
     count = draw.randint(1, 8)

@@ -74,13 +74,13 @@ def problems(draw: st.DrawFn, least: int = 1, most: int = 7, groups: tuple[int |
     return chunks, Stored(sets, sequences, sums)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(problems())
 def test_no_order_costs_less_and_of_equal_ones_the_popular_come_first(problem: tuple[list[Chunk], Stored]):
     is_best(*problem)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(problems(least=7, groups=(0,)))
 def test_of_all_5040_orders_of_seven_free_chunks_none_costs_less(problem: tuple[list[Chunk], Stored]):
     is_best(*problem)
@@ -95,7 +95,7 @@ def is_best(chunks: list[Chunk], stored: Stored) -> None:
     assert found.arrival_cost == cost(tuple(range(len(chunks))), chunks, stored)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(problems(most=6))
 def test_the_best_rejected_order_is_the_best_that_has_another_chunk_there(problem: tuple[list[Chunk], Stored]):
     chunks, stored = problem
@@ -112,7 +112,7 @@ def test_the_best_rejected_order_is_the_best_that_has_another_chunk_there(proble
         assert alternative.edge.chunk != found.order[at]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(problems(most=7, groups=(0, 0, 1, None)), st.integers(0, 3))
 def test_the_beam_is_never_worse_than_arrival_and_keeps_groups(problem: tuple[list[Chunk], Stored], fixed: int):
     """Beyond what is searched whole: the chunks of a small problem among others that have no patch."""

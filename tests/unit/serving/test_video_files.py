@@ -144,7 +144,7 @@ def test_sound_is_told_and_left_alone():
     assert len(read_frames(data, [0, 0.5], VideoSettings())) == 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["MP4", "10-bit MKV", "VP9 WebM", "GIF", "WebP"]),
     place=st.floats(0, 1, exclude_max=True),
