@@ -18,24 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, closing, nullcontext
 from contextvars import Context
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 from urllib.parse import quote
 
 from vllm.config import VllmConfig
-from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
 from infra.kv_window import refusal
@@ -44,7 +41,6 @@ from prefill_workers.modes import Mode
 from prefill_workers.protocol import (
     Compaction,
     CompactionRefused,
-    LeaseState,
     LinkRequest,
     LinkResult,
     Overloaded,
@@ -56,19 +52,19 @@ from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
 from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
+from serving.frontend.bounded_outputs import in_time, metered
 from serving.frontend.documents import Document
-from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
+from serving.frontend.engine_over_roles import EngineOverRoles
+from serving.frontend.errors import InvalidRequest, OverloadedError
 from serving.frontend.fair_queue import FairQueue
+from serving.frontend.link_lease import LinkLease
+from serving.frontend.link_report import note_link
 from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.rate_limits import RateLimits
 from serving.frontend.report import (
     LOAD_BEARING,
-    SURVIVORS_KNOW,
-    ChunkReport,
-    KVReport,
     OrbitReport,
     RequestTrace,
-    SessionReport,
     current_trace,
 )
 from serving.frontend.roles import Roles
@@ -79,40 +75,7 @@ from serving.placement.orderer import PatchAwareOrderer
 logger = logging.getLogger(__name__)
 
 MOST_CHOICES = 128  # of one request, OpenAI's limit: each pulls a prompt's KV for itself
-_PULL_SECONDS = 2.0  # linked KV was pulled by then, unless there is no room for it
 _ANSWER_SECONDS = 0.01  # an answer to `prefetch` was on its way while the prompt was rendered
-
-
-def _unsupported(name: str) -> Any:
-    async def method(self: EngineClient, *arguments: Any, **options: Any) -> Any:
-        raise VLLMValidationError(f"{name} is not available: the engines belong to the decode and prefill roles")
-
-    return method
-
-
-# What vLLM's protocol asks of an engine that owns its weights and cache; ours are spread over replicas.
-_NotOurs: Any = type(EngineClient)(
-    "_NotOurs",
-    (EngineClient,),
-    {
-        name: _unsupported(name)
-        for name in [
-            "encode",
-            "start_profile",
-            "stop_profile",
-            "reset_encoder_cache",
-            "reset_prefix_cache",
-            "sleep",
-            "wake_up",
-            "release_kv_cache_memory",
-            "is_sleeping",
-            "add_lora",
-            "pause_generation",
-            "resume_generation",
-            "is_paused",
-        ]
-    },
-)
 
 
 async def _lacking_by_now(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
@@ -127,37 +90,7 @@ async def _lacking_by_now(lacking: asyncio.Future[Collection[str]] | None) -> Co
     return lacking.result() if told else ()
 
 
-class _Lease:
-    """Lease on a link's blocks.
-
-    Held for `seconds` from when the link ended or a worker was last told that they are wanted.
-    """
-
-    def __init__(self, name: str, seconds: float) -> None:
-        self._name, self._seconds = name, seconds
-        self._until = time.monotonic() + seconds
-
-    @property
-    def is_certain(self) -> bool:
-        """True if the blocks are held, and were until now."""
-        return time.monotonic() < self._until
-
-    async def renew(self, roles: Roles) -> None:
-        """Go on telling the worker, until it says that they were read.
-
-        First after a moment: most have been by then, and the end of the worker's node is nothing to their answers.
-        """
-        state, pause = LeaseState.HELD, min(_PULL_SECONDS, self._seconds / 3)
-        while state is not LeaseState.READ:
-            await asyncio.sleep(pause)
-            pause = self._seconds / 3
-            began, state = time.monotonic(), await roles.renew(self._name)
-            if state is LeaseState.HELD:
-                self._until = began + self._seconds
-        self._until = math.inf
-
-
-class LinkedEngineClient(_NotOurs):
+class LinkedEngineClient(EngineOverRoles):
     """vLLM's `EngineClient` over the roles."""
 
     access_log: AccessLog | None = None  # where requests are logged, if they are
@@ -191,11 +124,6 @@ class LinkedEngineClient(_NotOurs):
         self._lease_seconds = prefill.lease_seconds
         self._keeps_answers = prefill.prefix_cache and prefill.keep_answers
         self._telling: set[asyncio.Task[None]] = set()
-
-    @property
-    def roles(self) -> Roles:
-        """The roles behind this client."""
-        return self._roles
 
     # -- generate -----------------------------------------------------------------------------------------------------
 
@@ -235,8 +163,12 @@ class LinkedEngineClient(_NotOurs):
         trace = current_trace().of_prompt()
         outputs = self._observed(prompt, sampling_params, request_id, trace, options)
         if self.limits is not None:
-            outputs = self._metered(outputs, prompt, sampling_params, trace, self.limits)
-        return self._in_time(outputs, trace)
+            given = len(prompt["prompt_token_ids"])
+            most = sampling_params.max_tokens
+            if most is None:
+                most = self.model_config.max_model_len - given
+            outputs = metered(outputs, given, most, sampling_params, trace, self.limits)
+        return in_time(outputs, trace.received, self.request_timeout_s)
 
     def _check_tokens(self, prompt: Any) -> None:
         """Check token ids as vLLM checks its own input.
@@ -265,69 +197,6 @@ class LinkedEngineClient(_NotOurs):
                 session=trace.session,
             )
             trace.lacking = asyncio.ensure_future(self._roles.prefetch(request))
-
-    def _metered(
-        self,
-        outputs: AsyncGenerator[RequestOutput, None],
-        prompt: Any,
-        params: SamplingParams,
-        trace: RequestTrace,
-        limits: RateLimits,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs whose tokens count against a tenant's limit: at first all that there may be.
-
-        Prompts of later rounds (`serving.frontend.rounds`) are charged as they come: an answer is not cut for them.
-
-        Raises:
-            RateLimited: the limit is used up.
-        """
-        tenant = trace.tenant
-        given = len(prompt["prompt_token_ids"])
-        most = params.max_tokens if params.max_tokens is not None else self.model_config.max_model_len - given
-        reserved = given + most * (params.n or 1)
-        limits.take(tenant, "tokens", reserved)
-
-        async def metered() -> AsyncGenerator[RequestOutput, None]:
-            said, charged = Counter[int](), given
-            try:
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        if trace.tool is not None and (more := trace.tool.log.prompt_tokens - charged) > 0:
-                            limits.charge(tenant, "tokens", more)
-                            charged += more
-                        for choice in output.outputs:
-                            before = said[choice.index] if params.output_kind == RequestOutputKind.DELTA else 0
-                            said[choice.index] = before + len(choice.token_ids)
-                        yield output
-            finally:
-                limits.give(tenant, "tokens", max(0, reserved - given - said.total()))
-
-        return metered()
-
-    async def _in_time(
-        self, outputs: AsyncGenerator[RequestOutput, None], trace: RequestTrace
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs until the deadline of their request.
-
-        Raises:
-            DeadlineExceeded: the next one does not come before it.
-        """
-        seconds = self.request_timeout_s
-        due = None
-        if seconds is not None:
-            due = asyncio.get_running_loop().time() + trace.received + seconds - time.perf_counter()
-        async with aclosing(outputs):
-            while True:
-                try:
-                    async with asyncio.timeout_at(due) as limit:
-                        output = await anext(outputs, None)
-                except TimeoutError:
-                    if seconds is None or not limit.expired():
-                        raise
-                    raise DeadlineExceeded(seconds) from None
-                if output is None:
-                    return
-                yield output
 
     async def _observed(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
@@ -483,7 +352,7 @@ class LinkedEngineClient(_NotOurs):
         sequence in, and blocks that were freed meanwhile would hold somebody else's KV. What was pulled when nobody had
         said for too long that they were not is not believed.
         """
-        lease = _Lease(linked.lease, self._lease_seconds)
+        lease = LinkLease(linked.lease, self._lease_seconds)
         waiting = asyncio.create_task(lease.renew(self._roles))
         taken = False
         try:
@@ -580,91 +449,5 @@ class LinkedEngineClient(_NotOurs):
         if trace.report.first_token is None:  # else the report is of the link that the answer began with
             encoded = sum(segments.chunks[i].count for i in embeddings)
             whole_ms = (time.perf_counter() - began) * 1e3
-            _report(trace, len(segments.token_ids), result, request.compaction, encoded, vision_ms, whole_ms)
+            note_link(trace, len(segments.token_ids), result, request.compaction, encoded, vision_ms, whole_ms)
         return result
-
-    # -- the rest of vLLM's protocol ----------------------------------------------------------------------------------
-
-    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        """Tasks of this engine: it generates text."""
-        return ("generate",)
-
-    # No engine of its own could die: what fails is a role, and `check_health` tells of that.
-    is_running, is_stopped, errored = True, False, False
-
-    @property
-    def dead_error(self) -> BaseException:
-        """Nothing asks for it while `errored` is False."""
-        return RuntimeError("the engine is running")
-
-    async def check_health(self) -> None:
-        """Raise RoleUnavailable when a role has no healthy replica."""
-        await self._roles.check_health()
-
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Do nothing: requests end when their output stream is closed."""
-
-    async def notify_kv_transfer_request_rejected(
-        self, request_id: str, kv_transfer_params: dict[str, Any], *, data_parallel_rank: int | None = None
-    ) -> None:
-        """Do nothing: clients do not choose transfers here."""
-
-    async def is_tracing_enabled(self) -> bool:
-        return False
-
-    async def do_log_stats(self) -> None:
-        """Do nothing: workers report their own statistics."""
-
-    async def reset_mm_cache(self) -> None:
-        """Forget processed images."""
-        await self.renderer.clear_mm_cache_async()
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the renderer's threads."""
-        self.renderer.shutdown()
-
-
-def _report(
-    trace: RequestTrace,
-    prompt_tokens: int,
-    result: LinkResult,
-    compaction: Compaction,
-    encoded: int,
-    vision_ms: float,
-    whole_ms: float,
-) -> None:
-    """Note in a request's report how it was linked.
-
-    `encoded`: vision tokens; `whole_ms` with what encoding took.
-    """
-    report = trace.report
-    report.chunks = [
-        ChunkReport(
-            index=i,
-            tokens=outcome.tokens,
-            operating_point=outcome.operating_point,
-            antecedents=outcome.antecedents,
-            reason=outcome.reason,
-            rank=outcome.rank,
-        )
-        for i, outcome in enumerate(result.chunks)
-    ]
-    if trace.costs:
-        report.chunks = [costs.of(chunk) for costs, chunk in zip(trace.costs, report.chunks, strict=True)]
-    if result.session is not None and trace.session is not None:
-        note = SURVIVORS_KNOW if result.session.survived else None
-        report.session = SessionReport(id=trace.session.id, **asdict(result.session), note=note)
-    report.prompt_tokens = prompt_tokens
-    report.tokens_reused = result.tokens_reused
-    report.tokens_computed = result.tokens_computed
-    report.prefix_tokens_reused = result.prefix_tokens_reused
-    report.vision_tokens_encoded = encoded
-    if (kv := result.kv) is not None:
-        policy = compaction.policy if kv.kept < kv.tokens else None
-        report.kv = KVReport(
-            tokens=kv.tokens, kept=kv.kept, bytes_handed_off=kv.bytes, policy=policy, window=compaction.window
-        )
-    report.stages_ms |= result.stages_ms
-    report.stages_ms["link"] = whole_ms - vision_ms
-    if encoded:
-        report.stages_ms["vision"] = vision_ms

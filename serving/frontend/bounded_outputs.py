@@ -1,0 +1,97 @@
+"""Outputs of a request within its tenant's limit of tokens and before its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from serving.frontend.errors import DeadlineExceeded
+from serving.frontend.rate_limits import RateLimits
+from serving.frontend.report import RequestTrace
+
+
+def metered(
+    outputs: AsyncGenerator[RequestOutput, None],
+    given: int,
+    most: int,
+    params: SamplingParams,
+    trace: RequestTrace,
+    limits: RateLimits,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Outputs whose tokens count against a tenant's limit: at first all that there may be.
+
+    Prompts of later rounds (`serving.frontend.rounds`) are charged as they come: an answer is not cut for them.
+
+    Args:
+        outputs: of all choices.
+        given: tokens of the prompt.
+        most: tokens of a choice.
+        params: of the request.
+        trace: of the request.
+        limits: of tenants.
+
+    Raises:
+        RateLimited: the limit is used up; at once, before an output is asked for.
+    """
+    reserved = given + most * (params.n or 1)
+    limits.take(trace.tenant, "tokens", reserved)
+    return _charged(outputs, given, reserved, params.output_kind == RequestOutputKind.DELTA, trace, limits)
+
+
+async def _charged(
+    outputs: AsyncGenerator[RequestOutput, None],
+    given: int,
+    reserved: int,
+    in_deltas: bool,
+    trace: RequestTrace,
+    limits: RateLimits,
+) -> AsyncGenerator[RequestOutput, None]:
+    said, charged = Counter[int](), given
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                if trace.tool is not None and (more := trace.tool.log.prompt_tokens - charged) > 0:
+                    limits.charge(trace.tenant, "tokens", more)
+                    charged += more
+                for choice in output.outputs:
+                    before = said[choice.index] if in_deltas else 0
+                    said[choice.index] = before + len(choice.token_ids)
+                yield output
+    finally:
+        limits.give(trace.tenant, "tokens", max(0, reserved - given - said.total()))
+
+
+async def in_time(
+    outputs: AsyncGenerator[RequestOutput, None], received: float, seconds: float | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """Outputs until the deadline of their request.
+
+    Args:
+        outputs: of the request.
+        received: when the request came, by `time.perf_counter`.
+        seconds: from then to the last output; None: no deadline.
+
+    Raises:
+        DeadlineExceeded: the next one does not come before it.
+    """
+    due = None
+    if seconds is not None:
+        due = asyncio.get_running_loop().time() + received + seconds - time.perf_counter()
+    async with aclosing(outputs):
+        while True:
+            try:
+                async with asyncio.timeout_at(due) as limit:
+                    output = await anext(outputs, None)
+            except TimeoutError:
+                if seconds is None or not limit.expired():
+                    raise
+                raise DeadlineExceeded(seconds) from None
+            if output is None:
+                return
+            yield output
