@@ -133,6 +133,14 @@ class CompileLimits:
         """The same where no pair patches are summed: none is worth a forward for that."""
         return replace(self, pair_forwards=0, compose_up_to=0)
 
+    def of_session(self) -> CompileLimits:
+        """The same for prompts of a session.
+
+        What stays there keeps its order and is relocated; only what comes back needs patches, behind whatever is then
+        before it.
+        """
+        return replace(self, orbit_chunks=0, subset_forwards=0)
+
 
 class PrefillSettings(BaseModel):
     """The prefill worker: engine, linker and the loop that drives them."""

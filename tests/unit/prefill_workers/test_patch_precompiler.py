@@ -16,6 +16,7 @@ from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming
 from prefill_workers.patches.scratch import Pieces, Scratch
+from prefill_workers.protocol import SessionRef
 from prefill_workers.settings import CompileLimits
 
 
@@ -53,8 +54,13 @@ class Forwards:
             self.ran.append(forming.chunks[first].content + forming.chunks[second].content)
         return len(others[:limit]), 10 * (1 + len(others))
 
+    def prefix_subset_step(self, forming: OrbitForming, step: Sequence[int], scratch: Scratch) -> Pieces[bool]:
+        yield
+        self.ran.append("subset")
+        return True
 
-def served(contents: str, keyed_by: tuple[int, ...] = ()) -> LinkPlan:
+
+def served(contents: str, keyed_by: tuple[int, ...] = (), session: SessionRef | None = None) -> LinkPlan:
     """A plan whose last chunk's patches are keyed by some text, too."""
 
     class Span(SimpleNamespace):
@@ -63,7 +69,9 @@ def served(contents: str, keyed_by: tuple[int, ...] = ()) -> LinkPlan:
 
     chunks = [SimpleNamespace(canonical_key=f"key {c}", span=Span(content=c), context=()) for c in contents]
     chunks[-1].context = keyed_by
-    return cast(LinkPlan, SimpleNamespace(request=SimpleNamespace(tenant="acme", prefix=()), chunks=chunks))
+    return cast(
+        LinkPlan, SimpleNamespace(request=SimpleNamespace(tenant="acme", prefix=(), session=session), chunks=chunks)
+    )
 
 
 @pytest.fixture
@@ -119,6 +127,19 @@ def test_what_text_keys_is_not_compiled_in_other_orders_which_are_without_it(ahe
     assert not ahead
     ahead.offer(served("abx"), missed=True)
     assert ahead
+
+
+@pytest.mark.parametrize("session", [None, SessionRef("camera")])
+def test_of_a_sessions_prompts_pairs_alone_are_compiled(forwards: Forwards, session: SessionRef | None):
+    limits = CompileLimits(orbit_chunks=0, subset_forwards=4, pair_forwards=12)
+    scratch = Scratch(range(8), 16, lambda left: 64)
+    ahead = PatchPrecompiler(cast(Harvester, forwards), scratch, limits, CacheGroup(), TickingClock())
+    for _ in range(2):
+        ahead.offer(served("abxy", session=session), missed=True)
+    while ahead:
+        ahead.step()
+    assert {"ab", "ba", "xy", "yx"} <= set(forwards.ran)
+    assert ("subset" in forwards.ran) == (session is None)
 
 
 def test_what_waits_keeps_no_embeddings(ahead: PatchPrecompiler, forwards: Forwards):
