@@ -18,7 +18,9 @@ _ASK_SECONDS = 5e-5  # between two questions for a transfer's state
 
 
 def let_pause(bindings: Any) -> None:
-    """Have a process' agents wait between polls: their constructor in Python sets that to nothing.
+    """Have a process' agents wait between polls.
+
+    Their constructor in Python sets that to nothing.
 
     Args:
         bindings: the extension module that `nixl` imports.
@@ -43,7 +45,11 @@ def make_agent(name: str) -> Any:
 
 
 def finish(agent: Any, transfer: Any, deadline_s: float) -> tuple[float, str]:
-    """Start a transfer and wait for its end: the seconds that it took, and its last state ("PROC": too long)."""
+    """Start a transfer and wait for its end.
+
+    Returns:
+        The seconds that it took, and its last state; "PROC": it has not ended before the deadline.
+    """
     start = time.perf_counter()
     state = agent.transfer(transfer)
     while state == "PROC" and time.perf_counter() - start < deadline_s:

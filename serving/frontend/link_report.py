@@ -1,4 +1,4 @@
-"""What a request's report says of its link."""
+"""The link in a request's report."""
 
 from __future__ import annotations
 
