@@ -14,30 +14,25 @@ pages (see `serving.api.pdf_pages`); a `video_url` part, or a file that is MP4, 
 from __future__ import annotations
 
 import asyncio
-import io
-import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from kvstore.errors import UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, is_shared, owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.clips import Clip, Clips
-from serving.api.errors import NotFound, TooLarge
+from serving.api.errors import NotFound
 from serving.api.fetching import MediaFetcher, bytes_of_data_url
-from serving.api.image_headers import BadContainer, check_avif, check_container, is_tiff
 from serving.api.image_limits import ImageLimits
+from serving.api.images import ImageOpener, ResolvedImage, ResolvedText, refuse_pages
 from serving.api.pdf_pages import OpenedPdf, PdfPages
-from serving.api.pixel_budget import PixelBudget, PixelReservation
-from serving.api.pixels import DeferredImage, UnreadablePixels
+from serving.api.pixel_budget import PixelBudget
+from serving.api.request_budgets import ImageBudgets, RequestBudget, invalid, too_large
 from serving.api.retrieval import Result
 from serving.documents.office import has_pages
 from serving.documents.passages import as_text
@@ -48,85 +43,14 @@ from serving.frontend.errors import InvalidRequest
 from serving.frontend.video_options import VideoOptions
 from serving.settings import HttpSettings
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "ICO")
 _MEDIA = ("image_url", "video_url", "file")
 PIXELS = ("image_pil", "video_url")  # types of resolved parts that have pixels, or None, in a field of that name
-_PDF_HEADER = re.compile(rb"%PDF-\d\.\d")  # within the first 1024 bytes, by the PDF specification
-_PDF_WITHIN = 1024
-_PDF_PARTS = (b"endobj", b"startxref", b"%%EOF")  # what a text that only speaks of PDFs does not have besides
-# Pages as a program in ASCII: read as a text, a prompt would be their source.
-_PAGES = {
-    b"%PDF-": "a PDF",
-    b"%FDF-": "a PDF's form",
-    b"%!PS": "PostScript",
-    b"\xc5\xd0\xd3\xc6": "PostScript",
-    b"\x1b%-12345X": "a print job",
-    b"{\\rtf": "RTF",
-}
 FOUND = "orbit_found"  # type of a content part, and field: a Result of a search; none that a client can send
 _AT_ONCE = 8  # parts of one request that are fetched, read and decoded beside one another
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class ResolvedImage:
-    """An image ready for vLLM's renderer: `content` is its id, `image` may still be undecoded."""
-
-    content: str
-    image: Image.Image
-
-    @property
-    def pixels(self) -> int:
-        """Number of pixels."""
-        return self.image.width * self.image.height
-
-
-@dataclass(frozen=True)
-class ResolvedText:
-    """A text document: `content` is its id."""
-
-    content: str
-    text: str
-
-
 _Resolved = ResolvedImage | Mark | Clip
-
-
-class _RequestBudget:
-    """Bound on something of one request's images or documents, such as pixels. Thread-safe.
-
-    `most`: None bounds nothing; `of`: "images have {} pixels"; `refusal`: the error by its message and place.
-    """
-
-    def __init__(self, most: int | None, of: str, refusal: Callable[[str, str], Exception]) -> None:
-        self._most, self._of, self._refusal = most, of, refusal
-        self._taken = 0
-        self._lock = threading.Lock()
-
-    def take(self, count: int, where: str) -> None:
-        """Take a part; raises the refusal if that is more than is left."""
-        with self._lock:
-            self._taken += count
-            if self._most is not None and self._taken > self._most:
-                of = self._of.format(f"more than {self._most}")
-                raise self._refusal(f"{where}: up to here the request's {of} in all", where)
-
-
-def _too_large(message: str, where: str) -> TooLarge:
-    return TooLarge(message)
-
-
-def _invalid(message: str, where: str) -> InvalidRequest:
-    return InvalidRequest(message, parameter=where)
-
-
-@dataclass(frozen=True)
-class _ImageBudgets:
-    """Bounds on all images of a request together."""
-
-    pixels: _RequestBudget
-    tokens: _RequestBudget
-    clips: _RequestBudget  # pixels of sampled frames
 
 
 class MediaResolver:
@@ -155,7 +79,7 @@ class MediaResolver:
         self._max_characters, self._limits, self._is_processed = max_characters, limits, is_processed
         self._pdfs, self._has_images, self._clips = pdfs, has_images, clips
         self._secret = files.settings.salt_secret.get_secret_value().encode()
-        self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
+        self._images = ImageOpener(settings, self._secret, limits, documents is not None)
         self._budget = PixelBudget(settings.max_decoded_pixels)
         self._web = MediaFetcher(settings)
 
@@ -202,15 +126,15 @@ class MediaResolver:
             resolved.append({**message, "content": parts})
         at_once = asyncio.Semaphore(_AT_ONCE)
         longest = None if self._limits is None else self._limits.max_tokens
-        images = _ImageBudgets(
-            _RequestBudget(self._settings.max_request_pixels, "images have {} pixels", _too_large),
-            _RequestBudget(longest, "images take {} tokens, the most that a prompt can hold,", _invalid),
-            _RequestBudget(
-                None if self._clips is None else self._clips.max_pixels, "videos have {} sampled pixels", _too_large
+        images = ImageBudgets(
+            RequestBudget(self._settings.max_request_pixels, "images have {} pixels", too_large),
+            RequestBudget(longest, "images take {} tokens, the most that a prompt can hold,", invalid),
+            RequestBudget(
+                None if self._clips is None else self._clips.max_pixels, "videos have {} sampled pixels", too_large
             ),
         )
-        characters = _RequestBudget(
-            self._max_characters, "documents have {} characters, the most that a prompt can hold,", _too_large
+        characters = RequestBudget(
+            self._max_characters, "documents have {} characters, the most that a prompt can hold,", too_large
         )
 
         opened = _Opened()
@@ -245,8 +169,8 @@ class MediaResolver:
         part: dict[str, Any],
         tenant: str,
         where: str,
-        images: _ImageBudgets,
-        characters: _RequestBudget,
+        images: ImageBudgets,
+        characters: RequestBudget,
         pages: str | None,
         video: VideoOptions,
     ) -> list[_Resolved]:
@@ -259,7 +183,7 @@ class MediaResolver:
                 return [*await self._pages(opened, self._pdfs.numbers(opened, pages), where, images, characters)]
             if is_video(data):
                 return [*await self._videos(data, owner, where, images, video)]
-            found = await asyncio.to_thread(self._identify_file, data, owner, where, images)
+            found = await asyncio.to_thread(self._images.identify_file, data, owner, where, images)
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
                 characters.take(len(found.text), where)
@@ -268,7 +192,7 @@ class MediaResolver:
         data = await self._behind_url(part, where)
         if part["type"] == "video_url":
             return [*await self._videos(data, tenant, where, images, video)]
-        return [await asyncio.to_thread(self._identify, data, tenant, where, images)]
+        return [await asyncio.to_thread(self._images.identify, data, tenant, where, images)]
 
     async def _behind_url(self, part: dict[str, Any], where: str) -> bytes:
         """Bytes that an image_url or video_url part has or names."""
@@ -288,7 +212,7 @@ class MediaResolver:
         """
         of_file = part["type"] == "file"
         data = (await self._file(part, tenant, where))[0] if of_file else await self._behind_url(part, where)
-        await asyncio.to_thread(self._identify, data, tenant, where)
+        await asyncio.to_thread(self._images.identify, data, tenant, where)
         return data
 
     def _opener(self, where: str) -> Clips:
@@ -297,7 +221,7 @@ class MediaResolver:
         return self._clips
 
     async def _videos(
-        self, data: bytes, owner: str, where: str, images: _ImageBudgets, options: VideoOptions
+        self, data: bytes, owner: str, where: str, images: ImageBudgets, options: VideoOptions
     ) -> list[Clip]:
         """Clips of a video; of a long one, and of one that is known, not decoded yet."""
         opener = self._opener(where)
@@ -311,8 +235,8 @@ class MediaResolver:
         opened: OpenedPdf,
         numbers: Sequence[int],
         where: str,
-        images: _ImageBudgets,
-        characters: _RequestBudget,
+        images: ImageBudgets,
+        characters: RequestBudget,
     ) -> list[ResolvedImage | Mark]:
         """Pages of a PDF as images, or for a model without images as documents."""
         if self._has_images:
@@ -332,16 +256,16 @@ class MediaResolver:
             found.append(await self._documents.mark_soon(opened.content[number - 1], texts[number]))
         return found
 
-    def _page(self, opened: OpenedPdf, number: int, where: str, images: _ImageBudgets) -> ResolvedImage:
+    def _page(self, opened: OpenedPdf, number: int, where: str, images: ImageBudgets) -> ResolvedImage:
         content, (width, height) = opened.content[number - 1], opened.sizes[number - 1]
         tokens = 0 if self._limits is None else self._limits.check(width, height, where)
         images.pixels.take(width * height, where)
         images.tokens.take(tokens, where)
-        is_needed = content not in self._decoded or not self._is_processed(content)
+        is_needed = not self._images.has_decoded(content) or not self._is_processed(content)
         return ResolvedImage(content, opened.image(number, is_needed))
 
     async def _found(
-        self, result: Result, where: str, images: _ImageBudgets, characters: _RequestBudget, opened: _Opened
+        self, result: Result, where: str, images: ImageBudgets, characters: RequestBudget, opened: _Opened
     ) -> ResolvedImage | Mark:
         """A part that was found in a vector store: a page, a passage, or a picture."""
         hit, reference = result.hit, result.reference
@@ -361,7 +285,7 @@ class MediaResolver:
         except UnknownFile as error:
             raise NotFound(f"orbit.retrieve: {hit.filename} was deleted just now; ask again") from error
         if hit.page is None:
-            return await asyncio.to_thread(self._identify, data, owner, where, images)
+            return await asyncio.to_thread(self._images.identify, data, owner, where, images)
         assert self._pdfs is not None
         pdf = await opened.once(
             hit.file, partial(asyncio.to_thread, self._pdfs.open, data, reference.content, owner, where, True)
@@ -382,7 +306,7 @@ class MediaResolver:
                 videos.setdefault((where, one.data), []).append(one)
             if not isinstance(one, ResolvedImage):
                 continue
-            if one.content not in self._decoded or not self._is_processed(one.content):
+            if not self._images.has_decoded(one.content) or not self._is_processed(one.content):
                 new.setdefault(one.content, (one, where))
 
         if not new and not videos:
@@ -396,7 +320,7 @@ class MediaResolver:
 
         async def decode(image: ResolvedImage, where: str) -> ResolvedImage:
             async with at_once:
-                return await asyncio.to_thread(self._decode, image, where, share)
+                return await asyncio.to_thread(self._images.decode, image, where, share)
 
         async def decode_clips(several: list[Clip], where: str) -> None:
             async with at_once:
@@ -428,21 +352,8 @@ class MediaResolver:
         Raises:
             InvalidRequest: neither, or broken. TooLarge: more bytes or pixels than allowed.
         """
-        found = self._identify_file(data, owner, where)
-        return found if isinstance(found, ResolvedText) else self._decode(found, where)
-
-    def _identify_file(
-        self, data: bytes, owner: str, where: str, images: _ImageBudgets | None = None
-    ) -> ResolvedImage | ResolvedText:
-        """Identify a file as `open_file` does, an image by its header alone."""
-        refuse_pages(data, where)
-        text = None if self._documents is None else as_text(data)
-        if text is None:
-            return self._identify(data, owner, where, images, or_text=self._documents is not None)
-        if len(data) > self._settings.max_document_bytes:
-            limit = self._settings.max_document_bytes
-            raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
-        return ResolvedText(owned_content_id(data, owner, self._secret), text)
+        found = self._images.identify_file(data, owner, where)
+        return found if isinstance(found, ResolvedText) else self._images.decode(found, where)
 
     def open_for(
         self, purpose: str, data: bytes, owner: str, where: str
@@ -478,74 +389,7 @@ class MediaResolver:
         Raises:
             InvalidRequest: not an image, or broken. TooLarge: more bytes or pixels than allowed.
         """
-        return self._decode(self._identify(data, owner, where), where)
-
-    def _identify(
-        self, data: bytes, owner: str, where: str, images: _ImageBudgets | None = None, or_text: bool = False
-    ) -> ResolvedImage:
-        """Identify content as `open` does, by the image's header alone.
-
-        Its pixels and tokens count against the request's.
-
-        `or_text`: whether text would have done as well.
-        """
-        limits = self._settings
-        if not data:
-            raise InvalidRequest(f"{where}: the image is empty (0 bytes)", parameter=where)
-        refuse_pages(data, where)
-        if len(data) > limits.max_image_bytes:
-            raise TooLarge(f"{where}: the image has {len(data)} bytes, at most {limits.max_image_bytes} are allowed")
-        try:
-            check_container(data, limits.max_image_pixels)
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-            if image.format == "AVIF":
-                check_avif(data, image.width * image.height)
-        except Image.DecompressionBombError as error:
-            raise TooLarge(
-                f"{where}: the image has more pixels than the {limits.max_image_pixels} that are allowed"
-            ) from error
-        except BadContainer as error:
-            raise InvalidRequest(f"{where}: the image cannot be read: {error}", parameter=where) from error
-        except (UnidentifiedImageError, OSError, ValueError) as error:
-            if is_tiff(data):
-                wanted = "a TIFF in a form that is not read; save it with 8 or 16 bits a channel, or as PNG"
-            else:
-                known = f"an image in a known format ({', '.join(FORMATS)})"
-                wanted = f"neither {known} nor a text file" if or_text else f"not {known}"
-            raise InvalidRequest(f"{where}: {wanted}", parameter=where) from error
-        if image.width * image.height > limits.max_image_pixels:
-            raise TooLarge(
-                f"{where}: the image has {image.width}x{image.height} pixels, "
-                f"at most {limits.max_image_pixels} are allowed"
-            )
-        tokens = 0 if self._limits is None else self._limits.check(image.width, image.height, where)
-        if images is not None:
-            images.pixels.take(image.width * image.height, where)
-            images.tokens.take(tokens, where)
-        return ResolvedImage(owned_content_id(data, owner, self._secret), DeferredImage(image))
-
-    def _decode(self, found: ResolvedImage, where: str, share: PixelReservation | None = None) -> ResolvedImage:
-        """Decode an image for vLLM; it holds its share of the pixel budget.
-
-        Without one it is left as it is, if its content has proved decodable.
-        """
-        content, image = found.content, found.image
-        if share is None and content in self._decoded:
-            with suppress(KeyError):  # another thread may have let go of it just now
-                self._decoded.move_to_end(content)
-            return found
-        try:
-            image.load()
-        except (UnreadablePixels, UnreadablePdf) as error:
-            raise InvalidRequest(f"{where}: {error}", parameter=where) from error
-        except Exception as error:  # whatever decoding raises is the image's fault, and Pillow raises many things
-            raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
-        if share is not None:
-            share.held_by(image)
-        self._decoded[content] = None
-        if len(self._decoded) > 65536:
-            self._decoded.popitem(last=False)
-        return found
+        return self._images.decode(self._images.identify(data, owner, where), where)
 
     async def _file(self, part: dict[str, Any], tenant: str, where: str) -> tuple[bytes, str, bool]:
         """A file's bytes, the owner of what is computed from it, and whether it is an upload.
@@ -602,19 +446,3 @@ async def _together(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Resu
     finally:
         for task in tasks:
             task.cancel()
-
-
-def refuse_pages(data: bytes, where: str) -> None:
-    """Raise InvalidRequest for a PDF or another page description, however much of it is text.
-
-    A PDF's header may stand behind other bytes; there it takes more of a PDF than the header alone.
-    """
-    start = data[:_PDF_WITHIN].removeprefix(b"\xef\xbb\xbf").lstrip()
-    kind = next((kind for magic, kind in _PAGES.items() if start.startswith(magic)), None)
-    if kind is None and _PDF_HEADER.search(data[: _PDF_WITHIN + 8]) and any(part in data for part in _PDF_PARTS):
-        kind = "a PDF"
-    if kind is not None:
-        raise InvalidRequest(
-            f"{where}: {kind}, which is not read yet; render its pages as images (such as PNG), or send its text",
-            parameter=where,
-        )

@@ -39,7 +39,8 @@ from serving.api.chat import fixed_prefix
 from serving.api.clips import Clip, Clips
 from serving.api.errors import TooLarge
 from serving.api.image_limits import ImageLimits
-from serving.api.media import MediaResolver, ResolvedImage, part_of
+from serving.api.images import ResolvedImage
+from serving.api.media import MediaResolver, part_of
 from serving.config import OrbitServeConfig
 from serving.documents.settings import VideoSettings
 from serving.documents.video import is_video

@@ -23,7 +23,8 @@ from kvstore.records.keys import DYNAMIC_TENANT, is_shared
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import Reference, VectorStores
 from serving.api.errors import TooLarge
-from serving.api.media import MediaResolver, ResolvedImage
+from serving.api.images import ResolvedImage
+from serving.api.media import MediaResolver
 from serving.api.pdf_pages import OpenedPdf, PdfPages
 from serving.config import OrbitServeConfig
 from serving.documents.office import has_pages

@@ -33,7 +33,8 @@ from serving.api import fetching, pixels
 from serving.api.errors import NotFound, TooLarge
 from serving.api.fetching import pinned
 from serving.api.image_limits import ImageLimits
-from serving.api.media import MediaResolver, ResolvedText
+from serving.api.images import ResolvedText
+from serving.api.media import MediaResolver
 from serving.api.pixel_budget import give_back
 from serving.frontend.errors import InvalidRequest
 from serving.settings import HttpSettings
