@@ -133,13 +133,14 @@ class CompileLimits:
         """The same where no pair patches are summed: none is worth a forward for that."""
         return replace(self, pair_forwards=0, compose_up_to=0)
 
-    def of_session(self) -> CompileLimits:
-        """The same for prompts of a session.
+    def of_session(self, chunks: int) -> CompileLimits:
+        """The same for a session's prompt of so many chunks.
 
-        What stays there keeps its order and is relocated; only what comes back needs patches, behind whatever is then
-        before it.
+        What stays there keeps its order and is relocated. Only what comes back needs a patch, behind all of the window:
+        one of pairs, if so many are summed.
         """
-        return replace(self, orbit_chunks=0, subset_forwards=0)
+        pairs = self.pair_forwards if chunks - 1 <= self.compose_up_to else 0
+        return replace(self, orbit_chunks=0, subset_forwards=0, pair_forwards=pairs)
 
 
 class PrefillSettings(BaseModel):

@@ -105,8 +105,8 @@ class PatchPrecompiler:
     def offer(self, plan: LinkPlan, *, missed: bool) -> None:
         """Take up a finished link; `missed`: some of its chunks had to be computed."""
         tenant, prefix = plan.request.tenant, plan.request.prefix
-        limits = self._limits if plan.request.session is None else self._limits.of_session()
         contents = [chunk.span.content for chunk in plan.chunks]
+        limits = self._limits if plan.request.session is None else self._limits.of_session(len(contents))
         self.demand.observe(tenant, contents)
         if not limits.share or len({chunk.canonical_key for chunk in plan.chunks}) < len(plan.chunks):
             return

@@ -129,17 +129,25 @@ def test_what_text_keys_is_not_compiled_in_other_orders_which_are_without_it(ahe
     assert ahead
 
 
-@pytest.mark.parametrize("session", [None, SessionRef("camera")])
-def test_of_a_sessions_prompts_pairs_alone_are_compiled(forwards: Forwards, session: SessionRef | None):
-    limits = CompileLimits(orbit_chunks=0, subset_forwards=4, pair_forwards=12)
+SESSION = SessionRef("camera")
+
+
+@pytest.mark.parametrize(
+    ("contents", "session", "has_pairs", "has_subsets"),
+    [("abxy", None, True, True), ("abxy", SESSION, True, False), ("abxyz", SESSION, False, False)],
+)
+def test_of_a_sessions_window_pairs_alone_are_compiled_while_so_many_are_summed(
+    forwards: Forwards, contents: str, session: SessionRef | None, has_pairs: bool, has_subsets: bool
+):
+    limits = CompileLimits(orbit_chunks=0, subset_forwards=4, pair_forwards=12, compose_up_to=3)
     scratch = Scratch(range(8), 16, lambda left: 64)
     ahead = PatchPrecompiler(cast(Harvester, forwards), scratch, limits, CacheGroup(), TickingClock())
     for _ in range(2):
-        ahead.offer(served("abxy", session=session), missed=True)
+        ahead.offer(served(contents, session=session), missed=True)
     while ahead:
         ahead.step()
-    assert {"ab", "ba", "xy", "yx"} <= set(forwards.ran)
-    assert ("subset" in forwards.ran) == (session is None)
+    assert {"ab", "ba", "xy", "yx"} <= set(forwards.ran) if has_pairs else "ab" not in forwards.ran
+    assert ("subset" in forwards.ran) == has_subsets
 
 
 def test_what_waits_keeps_no_embeddings(ahead: PatchPrecompiler, forwards: Forwards):
