@@ -1,4 +1,4 @@
-"""Images, and files that are texts: checked, bounded and named by their bytes, before a pixel is decoded."""
+"""Images, and files that are texts: checked, bounded and named before a pixel is decoded."""
 
 from __future__ import annotations
 

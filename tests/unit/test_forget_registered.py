@@ -58,7 +58,7 @@ KEEPS_NOTHING_DELETED = {
     "Harvester": COUNTS + ": keys of patches sent lately",
     "LazyAttention": COUNTS + ": leaders of layers",
     "LibraryKeeper": "the deletions that are still pending",
-    "MediaResolver": COUNTS + ": ids of what has proved decodable",
+    "ImageOpener": COUNTS + ": ids of what has proved decodable",
     "PdfPages": COUNTS + ": sizes of pages",
     "Clips": COUNTS + ": sizes and lengths of videos",
     "PrefillPolicy": COUNTS + ": marks of chunks by replica",
