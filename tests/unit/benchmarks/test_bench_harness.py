@@ -30,7 +30,6 @@ UNRECORDED = {
     "mrag",
     "scale-down",
     "video-segments",
-    "video-window",
 }  # no whole run of them was made yet
 
 
