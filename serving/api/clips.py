@@ -40,10 +40,12 @@ _DEFAULT_FRAMES = 32  # vLLM's `VideoMediaIO`: most frames for models without a 
 class Clip:
     """A video's part ready for vLLM's renderer, as `video_url` of a content part.
 
-    `indices` of frames in a video of constant rate; `frames` is empty until it is decoded.
+    `part`: form and number that its content id is made of. `indices` of frames in a video of constant rate; `frames` is
+    empty until it is decoded.
     """
 
     content: str
+    part: tuple[str, int]
     indices: tuple[int, ...]
     head: VideoHead
     settings: VideoSettings = field(repr=False)
@@ -117,7 +119,9 @@ class Clips:
     def sample(self) -> Clip:
         """A decoded clip of a second in black, to learn by it how the model's are written."""
         frames = [np.zeros((_SAMPLE, _SAMPLE, 3), np.uint8)] * 4
-        return Clip("0" * 64, (0, 1, 2, 3), VideoHead(4, 1.0, _SAMPLE, _SAMPLE, 0), self._settings, b"", frames)
+        return Clip(
+            "0" * 64, ("", 0), (0, 1, 2, 3), VideoHead(4, 1.0, _SAMPLE, _SAMPLE, 0), self._settings, b"", frames
+        )
 
     def open(
         self, data: bytes, content: str, options: VideoOptions, where: str, decodes_short: bool = True
@@ -179,14 +183,15 @@ class Clips:
     def _clip(self, data: bytes, content: str, head: VideoHead, start: float, stop: float) -> Clip:
         first = math.ceil(start * head.fps - 1e-6)
         count = min(math.ceil(stop * head.fps - 1e-6), head.frames) - first
-        name = part_id(content, f"{self._form}-{round(stop * 1000)}", round(start * 1000))
+        part = f"{self._form}-{round(stop * 1000)}", round(start * 1000)
+        name = part_id(content, *part)
         if count <= 0:
-            return Clip(name, (), head, self._settings, data)
+            return Clip(name, part, (), head, self._settings, data)
         source = VideoSourceMetadata(count, head.fps, count / head.fps)
         target = VideoTargetMetadata(_DEFAULT_FRAMES, self._settings.fps, self._settings.max_seconds)
         # of one frame, samplers that round down to pairs would take none
         sampled = [0] if count == 1 else self._sampler.compute_frames_index_to_sample(source, target)
-        return Clip(name, tuple(first + index for index in sampled), head, self._settings, data)
+        return Clip(name, part, tuple(first + index for index in sampled), head, self._settings, data)
 
 
 def fill(clips: Sequence[Clip], reader: VideoReader) -> None:

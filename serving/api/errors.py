@@ -20,6 +20,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from kvstore.errors import StoreError
+from serving.errors import RoleUnavailable
 from serving.frontend.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,11 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(OverloadedError)
     async def try_later(_: Request, error: OverloadedError) -> JSONResponse:
         return too_many(error)
+
+    @app.exception_handler(RoleUnavailable)
+    async def without_role(_: Request, error: RoleUnavailable) -> JSONResponse:
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        return JSONResponse(error_body(str(error), status), status)
 
     @app.exception_handler(RecursionError)
     async def too_deep(_: Request, __: RecursionError) -> JSONResponse:

@@ -22,7 +22,7 @@ from vllm.parser.abstract_parser import Parser
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from kvstore.errors import StoreError
-from serving.api.errors import NotAvailable
+from serving.api.errors import NotAvailable, NotFound, TooLarge
 from serving.api.media import FOUND, MediaResolver
 from serving.api.retrieval import Result, Retrieval, SearchOptions
 from serving.api.retrieve import found_reports, in_reading_order, number_chunks
@@ -231,16 +231,22 @@ class FileSearch:
         while True:
             told = self._words(report, new, results)
             content = [*({"type": FOUND, FOUND: result} for result in new), {"type": "text", "text": told}]
-            (message,) = await self._media.resolve_messages([{"role": "tool", "content": content}], trace.tenant)
-            marks = self._documents.marked(part["text"] for part in message["content"] if part["type"] == "text")
-            turn = await self._rendered(message, arguments, marks)
-            if len(turn.token_ids) <= room or not new:
-                break
-            sizes = [len(span) for span in turn.chunks]
-            over, dropped = len(turn.token_ids) - room, 0
-            while dropped < len(sizes) and over > 0:
-                dropped += 1
-                over -= sizes[-dropped]
+            try:
+                (message,) = await self._media.resolve_messages([{"role": "tool", "content": content}], trace.tenant)
+            except (InvalidRequest, NotFound, TooLarge):  # more than any prompt holds, or a file that went just now
+                if not new:
+                    raise
+                dropped = max(1, len(new) // 8)
+            else:
+                marks = self._documents.marked(part["text"] for part in message["content"] if part["type"] == "text")
+                turn = await self._rendered(message, arguments, marks)
+                if len(turn.token_ids) <= room or not new:
+                    break
+                sizes = [len(span) for span in turn.chunks]
+                over, dropped = len(turn.token_ids) - room, 0
+                while dropped < len(sizes) and over > 0:
+                    dropped += 1
+                    over -= sizes[-dropped]
             new = new[: len(new) - dropped]
             kept = {id(result) for result in new}
             results = [one for one in results if id(one) in kept or (one.hit.file, one.hit.number) in self._numbers]

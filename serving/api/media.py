@@ -182,7 +182,7 @@ class MediaResolver:
                 opened = await asyncio.to_thread(self._pdfs.open, data, content, owner, where, is_stored)
                 return [*await self._pages(opened, self._pdfs.numbers(opened, pages), where, images, characters)]
             if is_video(data):
-                return [*await self._videos(data, owner, where, images, video)]
+                return [*await self._videos(data, owner, where, images, video, is_stored)]
             found = await asyncio.to_thread(self._images.identify_file, data, owner, where, images)
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
@@ -191,7 +191,7 @@ class MediaResolver:
             return [found]
         data = await self._behind_url(part, where)
         if part["type"] == "video_url":
-            return [*await self._videos(data, tenant, where, images, video)]
+            return [*await self._videos(data, tenant, where, images, video, is_stored=False)]
         return [await asyncio.to_thread(self._images.identify, data, tenant, where, images)]
 
     async def _behind_url(self, part: dict[str, Any], where: str) -> bytes:
@@ -221,14 +221,23 @@ class MediaResolver:
         return self._clips
 
     async def _videos(
-        self, data: bytes, owner: str, where: str, images: ImageBudgets, options: VideoOptions
+        self, data: bytes, owner: str, where: str, images: ImageBudgets, options: VideoOptions, is_stored: bool
     ) -> list[Clip]:
-        """Clips of a video; of a long one, and of one that is known, not decoded yet."""
+        """Clips of a video; of a long one, and of one that is known, not decoded yet.
+
+        Those of an upload are noted: its deletion reaches what is computed from them.
+        """
         opener = self._opener(where)
         content = owned_content_id(data, owner, self._secret)
         clips = await asyncio.to_thread(opener.open, data, content, options, where)
         images.clips.take(sum(clip.pixels for clip in clips), where)
+        if is_stored:
+            await asyncio.to_thread(self._note, content, owner, clips)
         return clips
+
+    def _note(self, content: str, owner: str, clips: Sequence[Clip]) -> None:
+        for clip in clips:
+            self._files.parts.note_one(content, owner, *clip.part)
 
     async def _pages(
         self,

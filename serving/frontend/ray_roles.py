@@ -64,7 +64,6 @@ class RayRoles:
         self.decode = handles["decode"].options(stream=True)
         self._decode_once = handles["decode"]
         self.library = handles["library"]
-        self.retriever = RetrieverHandle(handles["retriever"]) if "retriever" in handles else None
         self._patience = canary_timeout_s + HEALTH_SECONDS
         self._pulling: dict[str, Callable[[], None]] = {}  # by lease: ends the need of the replica that holds it
         self._reach = {
@@ -72,6 +71,8 @@ class RayRoles:
             for name, role in {**handles, "decode": self._decode_once}.items()
             if role is not None
         }
+        retriever = handles.get("retriever")
+        self.retriever = None if retriever is None else RetrieverHandle(retriever, self._reach["retriever"])
 
     async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
         """Best effort.
@@ -249,16 +250,29 @@ class RayRoles:
 class RetrieverHandle:
     """`serving.retrieval.protocol.RetrieverRole` over a Ray Serve handle."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self.handle = handle
+    def __init__(self, handle: DeploymentHandle, reach: Reachability) -> None:
+        self.handle, self._reach = handle, reach
 
     async def search(self, search: Search) -> SearchAnswer:
-        """See `Retriever.search`; a replica that was lost is asked no more, another one is."""
-        try:
-            return await answered(self.handle.search.remote(search))
-        except RoleUnavailable:
-            async with asyncio.timeout(_RETRY_SECONDS):
+        """See `Retriever.search`; a replica that was lost is asked no more, another one is.
+
+        Raises:
+            RoleUnavailable: none answers.
+        """
+        async with self._reach.required():
+            try:
                 return await answered(self.handle.search.remote(search))
+            except RoleUnavailable:
+                return await self._search_again(search)
+
+    async def _search_again(self, search: Search) -> SearchAnswer:
+        try:
+            async with asyncio.timeout(_RETRY_SECONDS) as limit:
+                return await answered(self.handle.search.remote(search))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RoleUnavailable("the retriever does not answer") from error
 
     async def index(self, store: str, files: Sequence[str]) -> None:
         """See `Retriever.index`. Best effort: the retriever looks for such files itself."""

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from serving.config import OrbitServeConfig
+from serving.errors import RoleUnavailable
 from serving.replicas.process import enter, enter_vllm
 
 if TYPE_CHECKING:
@@ -81,13 +83,23 @@ class Retriever:
         """This replica's name and metrics."""
         return self._name, self._metrics.collect()
 
+    async def alive(self) -> str:
+        """This replica's name."""
+        return self._name
+
     async def check_health(self) -> None:
         """Raise when it no longer follows the vector stores."""
         if self._following.done():
             raise RuntimeError("the retriever no longer follows the vector stores")
 
     async def _tell_all(self, store: str, files: Sequence[str]) -> None:
-        """Have every replica follow; raises if one that lives did not."""
+        """Have every replica follow.
+
+        One that died needs not: its successor reads all anew.
+
+        Raises:
+            RoleUnavailable: one that lives has not heard.
+        """
         await self._indices.follow(store, files)  # this one: while it starts, it gets no calls
         try:
             answers: list[Any] = list(
@@ -96,5 +108,7 @@ class Retriever:
         except DeploymentUnavailableError:  # this is the first one, and not ready yet
             return
         for answer in answers:
-            if isinstance(answer, Exception):
+            if isinstance(answer, ActorUnavailableError):
+                raise RoleUnavailable("a retriever replica does not answer") from answer
+            if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
                 raise answer

@@ -193,11 +193,14 @@ class StoreIndices:
                 del self._held[store, file]
             changed = {(file, added): state.changed for (file, added), state in states.items()}
             given_up = {file for (file, _), state in states.items() if state.state in ("failed", "cancelled")}
+            settled = {place for place, state in states.items() if state.state != "in_progress"}
             for file in sorted(there) if files is None else [file for file in files if file in there]:
                 held = self._held.get((store, file))
-                if files is None and (
-                    file in given_up or (held and held.changed == changed.get((file, held.added), 0))
-                ):
+                if files is None and file in given_up:
+                    continue
+                if files is None and held and held.changed == changed.get((file, held.added), 0):
+                    if (file, held.added) not in settled:  # who was to note its state did not get to it
+                        self._enqueue(store, file)
                     continue
                 try:
                     reference = await asyncio.to_thread(self._stores.reference, store, file)
@@ -211,6 +214,8 @@ class StoreIndices:
                 await asyncio.to_thread(index.put, indexed)
                 stamp = changed.get((file, reference.added), 0)
                 self._held[store, file] = _Held(reference.added, stamp, reference.content)
+                if files is None and (file, reference.added) not in settled:
+                    self._enqueue(store, file)
 
     def _stored(self, reference: Reference) -> IndexedFile | None:
         """A file as its record has it; None without a record. Raises UnknownFile, UnknownVectorStore."""

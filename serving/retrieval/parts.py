@@ -10,6 +10,7 @@ from kvstore.uploads.files import FileStore
 from serving.documents import office, passages, pdf
 from serving.documents.passages import Offsets, as_text
 from serving.documents.settings import DocumentSettings
+from serving.documents.video import is_video
 from serving.retrieval.embedders.base import Item
 
 WHOLE = "whole"  # form of a file that is one part: its content id is the file's
@@ -51,8 +52,10 @@ class FileSplitter:
         """Take a file apart; notes its parts for deletion first. Blocks.
 
         Raises:
-            UnusableFile: a PDF or office file that cannot be read.
+            UnusableFile: a PDF or office file that cannot be read, or a video.
         """
+        if is_video(data):
+            raise UnusableFile("videos are not searched; name the file in a chat", "unsupported_file")
         pages, passages_form, whole = self.forms(chunking)
         if office.has_pages(data):
             return self._pages(data, content, owner, pages)

@@ -130,3 +130,14 @@ async def test_models_without_videos_refuse_them(tmp_path: Path):
     part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     with pytest.raises(InvalidRequest, match="takes no videos"):
         await media.resolve_messages([{"role": "user", "content": [part]}], "local")
+
+
+async def test_the_clips_of_an_upload_are_noted_for_its_deletion(front: Front):
+    files = front.media._files
+    file = files.create("local", "a.mp4", "vision", MP4)
+    part = {"role": "user", "content": [{"type": "file", "file": {"file_id": file.id}}]}
+    (message,) = await front.media.resolve_messages([part], "local", video=VideoOptions(segment_seconds=4))
+    clips = {part["uuid"] for part in message["content"]}
+    assert clips == set(files.parts.of(file.content, "local"))
+    files.parts.settle(file.content, "local")
+    assert not files.parts.of(file.content, "local")

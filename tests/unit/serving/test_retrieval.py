@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,8 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 from pdf_support import pdf
 from PIL import Image
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from video_support import video
 
 from kvstore.library import Library
 from kvstore.records.keys import DYNAMIC_TENANT
@@ -36,14 +39,16 @@ from serving.api.vector_stores import vector_stores_router
 from serving.api_keys import KeyRing
 from serving.documents.passages import tokens_of
 from serving.documents.settings import DocumentSettings
+from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.documents import Documents
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import RequestTrace
+from serving.replicas.retriever import Retriever
 from serving.retrieval.embedders.base import Embedder, EmbedderFailed, Item, unit
 from serving.retrieval.embedders.http import HttpEmbedder
 from serving.retrieval.embedders.static import StaticEmbedder
 from serving.retrieval.indices import StoreIndices
-from serving.retrieval.parts import FileSplitter
+from serving.retrieval.parts import FileSplitter, UnusableFile
 from serving.retrieval.settings import RetrieverSettings
 from serving.settings import ApiKey, HttpSettings
 
@@ -451,3 +456,75 @@ async def test_an_embedder_behind_a_url_batches_texts_and_tells_what_is_wrong():
 def test_an_embedder_that_is_none_is_refused_by_name():
     with pytest.raises(ValueError, match="lexical, static, model, path"):
         RetrieverSettings(embedder="magic")
+
+
+async def test_a_known_file_completes_in_another_store_though_nobody_announced_it(api: Api):
+    client, first = api.client(), api.retrievers[0]
+    file = await client.files.create(file=("bees.txt", BEES.encode()), purpose="assistants")
+    one, other = [(await client.vector_stores.create()).id for _ in range(2)]
+    added = await client.vector_stores.files.create_and_poll(file.id, vector_store_id=one, poll_interval_ms=20)
+    assert added.status == "completed"
+    await asyncio.to_thread(api.stores.add, other, "ops", {file.id: {}})
+    async with asyncio.timeout(20):
+        while not api.stores.states.of(other):
+            await first.load()
+            await asyncio.sleep(0.02)
+
+
+async def test_a_file_completes_though_a_replica_could_not_be_told_at_first(api: Api):
+    first, failures = api.retrievers[0], [RoleUnavailable("gone")]
+
+    async def follow(store: str, files: Sequence[str]) -> None:
+        if failures:
+            raise failures.pop()
+        await api.follow(store, files)
+
+    first._follow_all = follow
+    client = api.client()
+    file = await client.files.create(file=("bees.txt", BEES.encode()), purpose="assistants")
+    store = await client.vector_stores.create()
+    keeping = asyncio.create_task(first.keep_up())
+    try:
+        async with asyncio.timeout(20):
+            added = await client.vector_stores.files.create_and_poll(
+                file_id=file.id, vector_store_id=store.id, poll_interval_ms=20
+            )
+    finally:
+        keeping.cancel()
+    assert not failures
+    assert added.status == "completed"
+
+
+def test_a_video_is_no_searchable_file(api: Api):
+    with pytest.raises(UnusableFile, match="videos are not searched"):
+        api.retrievers[0]._splitter.split(video(), "a" * 64, "ops", None)
+
+
+async def test_a_search_without_a_retriever_replica_is_503(api: Api, monkeypatch: pytest.MonkeyPatch):
+    async def gone(search: Any) -> Any:
+        raise NoReplica("no replica of the retriever role answers")
+
+    monkeypatch.setattr(api, "search", gone)
+    client = api.client()
+    store = await client.vector_stores.create()
+    with pytest.raises(openai.APIStatusError) as error:
+        await client.vector_stores.search(store.id, query="x")
+    assert error.value.status_code == 503
+
+
+async def test_a_peer_that_died_fails_no_file_and_one_that_is_cut_off_is_told_again():
+    answers: list[Any] = [None, ActorDiedError()]
+
+    async def told(**_: Any) -> list[Any]:
+        return answers
+
+    async def follow(*_: Any) -> None:
+        pass
+
+    one = object.__new__(Retriever)
+    one._indices = SimpleNamespace(follow=follow)
+    one._peers = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(results_async=told))
+    await one._tell_all("vs", ["file"])
+    answers.append(ActorUnavailableError("cut off", bytes(16)))
+    with pytest.raises(RoleUnavailable):
+        await one._tell_all("vs", ["file"])
