@@ -11,13 +11,14 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from autoscale.nodes import Bundle, NodeRequests
@@ -35,6 +36,7 @@ NAMESPACE = "serve"
 _LATE_PERIODS = 3  # without an answer: a replica's signals are stale, and so is what a policy said of its counts
 _LOG_SECONDS = 60.0  # between two lines of the decision log where nothing changes
 _MOST_LOG_BYTES = 64 << 20
+_LOOK_S = 5.0  # between two looks whether the planner plans
 
 
 @dataclass(frozen=True)
@@ -315,3 +317,33 @@ def start_planner(
     )
     planner.start.remote()
     return planner
+
+
+class PlannerKeeper:
+    """The application's planner, told to plan again when Ray has started it anew, made again where it has ended.
+
+    It ends with the process that made it: while a keeper's replica moves to another node, two keep the same one.
+
+    Args:
+        start: makes the planner, or finds it; see `start_planner`.
+    """
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start, self._planner = start, start()
+        self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self._planner.start.remote()
+            except RayActorError:
+                try:
+                    self._planner = self._start()
+                except Exception as error:  # the one that ended may still have its name
+                    logger.warning("no planner yet: %s", error)
+
+    async def end(self) -> None:
+        """End the plans, so that nodes may go."""
+        self._looking.cancel()
+        await self._planner.end.remote()

@@ -18,6 +18,7 @@ from autoscale.signals import Demand, Role, Window
 START_S = 60.0  # what a start is taken for before one was seen
 _STARTS = 32  # that are remembered
 _RATIO_S = 900.0
+_REGAINED = 1.002  # a plan, of a decode replica's load: twice as much in about twelve minutes
 _NEXT_S = 15.0  # between a plan and Serve's acting on it, and the replica's first request
 
 
@@ -98,15 +99,18 @@ class Scaler:
         self._learn_ratio(now)
 
     def _learn_rate(self, role: _Role, demand: Demand | None, replicas: int) -> None:
-        """Load a decode replica at which tokens come as fast as promised: less where they came slower."""
+        """Load a decode replica at which tokens come as fast as promised: less where they came slower.
+
+        What a busy minute taught is doubted from then on: else no load that is planned by it would ever show better.
+        """
         limit = self._goals.itl_s
         if limit is None or demand is None or demand.itl_s is None or not replicas:
             return
         each = demand.load / replicas
         if demand.itl_s > limit:
             role.per_replica = max(0.1, min(role.per_replica, each * limit / demand.itl_s))
-        elif each > role.per_replica:
-            role.per_replica = min(1.0, each)
+        elif each > role.per_replica / 2:  # tokens come fast enough at such a load: it may carry more
+            role.per_replica = min(1.0, max(each, role.per_replica * _REGAINED))
 
     def _learn_ratio(self, now: float) -> None:
         """Learn how much load prefill's work brings decode, over the last minutes."""

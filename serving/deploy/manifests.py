@@ -38,8 +38,10 @@ _ROLES = {  # section of the configuration: deployment
     "decode": "DecodeWorker",
     "patch": "PatchCompiler",
     "keeper": "LibraryKeeper",
+    "retriever": "Retriever",
 }
 _ENGINES = ("vision", "prefill", "decode")
+_AGENT_PORT, _RAYLET = 52365, "/api/local_raylet_healthz"  # of a node's dashboard agent: whether its raylet lives
 _USER = 1000  # of the image, see infra/Containerfile
 _IDLE_SECONDS = 300  # of a node before the autoscaler takes it: longer than a replica's start
 _END_SECONDS = 30  # of a pod, behind the answers under way
@@ -54,7 +56,7 @@ class ManifestOptions:
         image: container image with OrbitServe and the configuration's vLLM.
         gpus: render for vLLM's CUDA build, where engines take a GPU for each rank.
         engine_cpus: processors of a pod with an engine; others have one.
-        engine_memory_gib: memory of such a pod; others have 4.
+        engine_memory_gib: memory of such a pod; others have 4, the retriever's vectors besides.
     """
 
     name: str = APPLICATION
@@ -71,7 +73,7 @@ def render(config: OrbitServeConfig, options: ManifestOptions) -> list[dict[str,
         ConfigError: the configuration cannot be served from several nodes.
     """
     _refuse_single(config)
-    roles = [role for role in _ROLES if role != "vision" or bounds(config.vision)[1] > 0]
+    roles = [role for role in _ROLES if bounds(getattr(config, role))[1] > 0]
     groups = [_group(config, options, role) for role in roles]
     service = {
         "apiVersion": "ray.io/v1",
@@ -92,7 +94,7 @@ def render(config: OrbitServeConfig, options: ManifestOptions) -> list[dict[str,
             },
         },
     }
-    budgets = [_budget(options, role) for role in ("head", *roles)]
+    budgets = [_budget(config, options, role) for role in ("head", *roles)]
     return [service, *budgets, _network_policy(config, options)]
 
 
@@ -181,12 +183,13 @@ def warnings(config: OrbitServeConfig) -> list[str]:
 def _refuse_single(config: OrbitServeConfig) -> None:
     if "://" not in config.files_url:
         raise ConfigError(f"files_url: {config.files_url!r} is a directory; pods share none: name a URL, as s3://...")
-    for field in ("api_keys_file", "tls_certificate", "tls_key"):
-        path = getattr(config.http, field)
-        if path is not None and not str(path).startswith(f"{CONFIG_DIRECTORY}/"):
-            raise ConfigError(
-                f"http.{field}: {path} is not in the pods; put it into the Secret, as {CONFIG_DIRECTORY}/..."
-            )
+    if config.http.tls_certificate is not None:
+        raise ConfigError("http.tls_certificate: pods serve plain HTTP; end TLS at the cluster's ingress or gateway")
+    keys = config.http.api_keys_file
+    if keys is not None and not str(keys).startswith(f"{CONFIG_DIRECTORY}/"):
+        raise ConfigError(
+            f"http.api_keys_file: {keys} is not in the pods; put it into the Secret, as {CONFIG_DIRECTORY}/..."
+        )
 
 
 def _labels(options: ManifestOptions, role: str | None = None) -> dict[str, str]:
@@ -227,7 +230,8 @@ def _group(config: OrbitServeConfig, options: ManifestOptions, role: str) -> dic
 
 def _pod(config: OrbitServeConfig, options: ManifestOptions, role: str) -> dict[str, Any]:
     is_engine = role in _ENGINES
-    memory = f"{options.engine_memory_gib if is_engine else 4}Gi"
+    vectors = math.ceil(config.retriever.max_vector_bytes / (1 << 30)) if role == "retriever" else 0
+    memory = f"{options.engine_memory_gib if is_engine else 4 + vectors}Gi"
     limits: dict[str, Any] = {"cpu": str(options.engine_cpus if is_engine else 1), "memory": memory}
     grace = _END_SECONDS
     if role != "head":
@@ -244,8 +248,11 @@ def _pod(config: OrbitServeConfig, options: ManifestOptions, role: str) -> dict[
         "envFrom": [{"secretRef": {"name": f"{options.name}-environment", "optional": True}}],
         "ports": [{"name": "http", "containerPort": config.http.port}],
         "resources": {"limits": limits, "requests": requests},
-        "readinessProbe": _probe("/api/local_raylet_healthz", failures=3),
-        "livenessProbe": _probe("/api/local_raylet_healthz", failures=12),
+        # A worker is ready with its proxy; KubeRay asks the head's itself.
+        "readinessProbe": _probe(_RAYLET, _AGENT_PORT, failures=3)
+        if role == "head"
+        else _probe("/-/healthz", config.http.port, failures=1),
+        "livenessProbe": _probe(_RAYLET, _AGENT_PORT, failures=12),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": _USER,
@@ -288,19 +295,20 @@ def _environment() -> Mapping[str, str]:
     return {**FAST_REQUEST_PATH, "HF_HOME": f"{MODELS}/huggingface", "RAY_worker_niceness": "0"}
 
 
-def _probe(path: str, failures: int) -> dict[str, Any]:
-    """Probe of the raylet by the agent of its node; the service's own health is KubeRay's to ask."""
-    where = {"path": path, "port": 52365}
+def _probe(path: str, port: int, failures: int) -> dict[str, Any]:
+    where = {"path": path, "port": port}
     return {"httpGet": where, "initialDelaySeconds": 10, "periodSeconds": 5, "failureThreshold": failures}
 
 
-def _budget(options: ManifestOptions, role: str) -> dict[str, Any]:
+def _budget(config: OrbitServeConfig, options: ManifestOptions, role: str) -> dict[str, Any]:
+    """Budget by which one replica of a role at a time may be evicted, and never the head."""
+    least = 2 if role == "head" else bounds(getattr(config, role))[0]
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": {"name": f"{options.name}-{role}", "labels": _labels(options)},
         "spec": {
-            "maxUnavailable": 0 if role == "head" else 1,
+            "minAvailable": max(0, least - 1),  # `maxUnavailable` needs a controller that scales: RayCluster has none
             "selector": {"matchLabels": _labels(options, role)},
         },
     }
@@ -310,7 +318,7 @@ def _network_policy(config: OrbitServeConfig, options: ManifestOptions) -> dict[
     """Rules for who reaches the pods: NIXL has neither passwords nor encryption."""
     ours = {"podSelector": {"matchLabels": _labels(options)}}
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
-    ports = [{"port": port, "protocol": "TCP"} for port in (8265, 52365)]
+    ports = [{"port": port, "protocol": "TCP"} for port in (8265, _AGENT_PORT)]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

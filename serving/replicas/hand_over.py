@@ -40,11 +40,10 @@ class RaySiblings:
         async with asyncio.timeout(_PATIENCE_S):
             return await answered_by_all(self._handle, "lacking", list(paths))
 
-    async def nodes(self) -> list[str]:
-        """Ids of their nodes, each once, without this one."""
+    async def nodes(self) -> set[str]:
+        """Ids of their nodes."""
         async with asyncio.timeout(_PATIENCE_S):
-            found = await answered_by_all(self._handle, "node")
-        return sorted(set(found) - {node_id()})
+            return set(await answered_by_all(self._handle, "node"))
 
     async def adopt(self, parcels: Sequence[Parcel]) -> int:
         """See `kvstore.hand_over.Siblings`."""
@@ -85,7 +84,7 @@ class HandOver:
         return handed
 
     async def leave_node(self) -> None:
-        """Move what lies in this node's object store to the nodes of replicas that stay."""
+        """Move what lies in this node's object store to the nodes of replicas that stay, if none stays on this one."""
         if self._outlives is not Lifetime.STORE:
             return
         try:
@@ -93,5 +92,5 @@ class HandOver:
         except (RoleUnavailable, TimeoutError) as error:
             logger.warning("no replica tells its node: %s", error)
             return
-        if nodes:
-            await asyncio.to_thread(self._library.leave_node, nodes, time.monotonic() + HAND_OVER_S)
+        if nodes and node_id() not in nodes:
+            await asyncio.to_thread(self._library.leave_node, sorted(nodes), time.monotonic() + HAND_OVER_S)

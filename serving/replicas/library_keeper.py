@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -13,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from autoscale.planner import start_planner
+from autoscale.planner import PlannerKeeper, start_planner
 from autoscale.settings import Mode
 from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
@@ -68,7 +69,8 @@ class LibraryKeeper:
         period_s = config.keeper.catalogue_period_s
         if config.autoscale.mode is not Mode.OFF:
             app_name = serve.get_replica_context().app_name
-            self._planner = start_planner(app_name, planned(config), config.autoscale, fixed_bundles(config))
+            start = partial(start_planner, app_name, planned(config), config.autoscale, fixed_bundles(config))
+            self._planner = PlannerKeeper(start)
             if config.autoscale.nodes:
                 vars(self)["__del__"] = self._withdraw  # Serve awaits an instance's
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
@@ -154,7 +156,7 @@ class LibraryKeeper:
 
     async def _withdraw(self) -> None:
         """End the plans, so that nodes may go."""
-        await self._planner.end.remote()
+        await self._planner.end()
 
     async def alive(self) -> str:
         """This replica's name."""

@@ -108,7 +108,7 @@ class Retriever:
         except DeploymentUnavailableError:  # this is the first one, and not ready yet
             return
         for answer in answers:
-            if isinstance(answer, ActorUnavailableError):
+            if isinstance(answer, ActorUnavailableError | DeploymentUnavailableError):
                 raise RoleUnavailable("a retriever replica does not answer") from answer
             if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
                 raise answer

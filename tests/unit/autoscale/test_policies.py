@@ -226,3 +226,19 @@ def test_a_start_is_taken_for_no_longer_than_any_was():
     signals = {name: {"clock": 1.0, "age_s": 1.0, "ready_s": s, **pool} for name, s in {"a": 80.0, "b": 280.0}.items()}
     scaler.observe(0.0, {Role.DECODE: signals})
     assert scaler._roles[Role.DECODE].start_s() == pytest.approx(260.0), "p90 of two"
+
+
+def test_what_a_busy_minute_taught_of_decode_is_not_for_ever():
+    scaler = Scaler({Role.DECODE: BOUNDS}, replace(GOALS, itl_s=0.05))
+
+    def told(now: float, share: float, itl_s: float) -> None:
+        flat = {"clock": now + 1, "age_s": now, "ready_s": 20.0, "blocks": share, "blocks_total": 1.0}
+        scaler.observe(now, {Role.DECODE: {"a": {**flat, "sequences": 1.0, "max_sequences": 100.0, "itl_s": itl_s}}})
+
+    for now in range(0, 60, 2):
+        told(now, 0.2, 0.1)
+    taught = scaler._roles[Role.DECODE].per_replica
+    assert taught < 0.2
+    for now in range(60, 6000, 2):
+        told(now, 0.9 * taught, 0.03)  # what is planned by it
+    assert scaler._roles[Role.DECODE].per_replica > 1.5 * taught

@@ -66,7 +66,7 @@ def test_each_role_has_a_group_that_its_replicas_alone_fit():
         wanted[resource] = deployment["name"]
     given = {name: json.loads(json.loads(one["rayStartParams"]["resources"])) for name, one in groups(found).items()}
     assert {name: list(one) for name, one in given.items()} == {
-        role: [f"orbitserve-{role}"] for role in ("ingress", "prefill", "decode", "patch", "keeper")
+        role: [f"orbitserve-{role}"] for role in ("ingress", "prefill", "decode", "patch", "keeper", "retriever")
     }
     assert wanted["orbitserve-prefill"] == "PrefillWorker"
     assert set(wanted) == {resource for one in given.values() for resource in one}
@@ -110,11 +110,26 @@ def test_every_role_has_a_disruption_budget_that_selects_its_pods():
         assert selected.items() <= group["template"]["metadata"]["labels"].items()
 
 
+def test_one_replica_at_a_time_may_be_evicted_and_a_worker_is_ready_with_its_proxy():
+    found = manifests(prefill={"replicas": 3})
+    budgets = {name: one["spec"] for name, one in found.items() if name.startswith("PodDisruptionBudget/")}
+    assert not any("maxUnavailable" in one for one in budgets.values()), "pods of a RayCluster take none"
+    least = {role: budgets[f"PodDisruptionBudget/orbitserve-{role}"]["minAvailable"] for role in ("head", "prefill")}
+    assert least == {"head": 1, "prefill": 2}
+    for group in groups(found["RayService/orbitserve"]).values():
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["readinessProbe"]["httpGet"]["path"] == "/-/healthz"
+
+
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
         ({"files_url": "files"}, "files_url"),
         ({"http": {"api_keys_file": "/home/me/keys.yaml"}}, "http.api_keys_file"),
+        (
+            {"http": {"tls_certificate": "/etc/orbitserve/c.pem", "tls_key": "/etc/orbitserve/k.pem"}},
+            "http.tls_certificate",
+        ),
     ],
 )
 def test_what_pods_would_not_share_is_refused_by_name(sections: dict[str, Any], named: str):

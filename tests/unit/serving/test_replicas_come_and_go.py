@@ -16,6 +16,7 @@ from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.disk import DiskTier
 from serving.replicas import first_transfer, hand_over
+from serving.replicas.hand_over import HandOver
 from serving.replicas.process import ONE_MACHINE
 
 
@@ -144,3 +145,18 @@ async def test_nothing_is_handed_over_when_a_deletion_may_have_been_missed(leave
     assert (handed.records, handed.left) == (0, 1)
     ending.called()
     assert (await ending.give()).records == 1
+
+
+@pytest.mark.parametrize(("nodes", "moved"), [(("b",), [["b"]]), (("here", "b"), []), ((), [])])
+async def test_a_node_keeps_its_objects_while_a_replica_stays_there(
+    nodes: tuple[str, ...], moved: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hand_over, "is_alone", lambda: False)
+    monkeypatch.setattr(hand_over, "node_id", lambda: "here")
+    monkeypatch.setattr(hand_over, "DeploymentHandle", lambda *_: Role(*nodes))
+    context = SimpleNamespace(deployment="PrefillWorker", app_name="orbitserve")
+    monkeypatch.setattr(hand_over.serve, "get_replica_context", lambda: context)
+    seen: list[list[str]] = []
+    library: Any = SimpleNamespace(leave_node=lambda nodes, until: seen.append(list(nodes)))
+    await HandOver(library).leave_node()
+    assert seen == moved
