@@ -12,6 +12,7 @@ back serves whom it served before.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.prefix_hits import PrefixHits
 from prefill_workers.prefix_digests import PrefixChain
 from prefill_workers.protocol import LinkRequest
+
+logger = logging.getLogger(__name__)
+
+_READ_BLOCKS = 64  # at once: a device gathers them in memory of its own
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,15 @@ class HostBlocks:
         named = [cached for block in blocks if (cached := self._hits.index.get(block)) is not None]
         if not named:
             return
+        try:
+            for first in range(0, len(named), _READ_BLOCKS):
+                self._copy(named[first : first + _READ_BLOCKS])
+        except (RuntimeError, MemoryError) as error:  # the pool hands them out all the same
+            logger.warning("evicted blocks are not kept in host memory: %s", error)
+        while self._nbytes > self._max_bytes:
+            self._drop(next(iter(self._blocks)))
+
+    def _copy(self, named: Sequence[CachedBlock]) -> None:
         size = self._pool.block_size
         kv = self._engine.read_kv([cached.block for cached in named], 0, len(named) * size)
         for cached, part in zip(named, kv.split(size, 1), strict=True):
@@ -150,8 +164,6 @@ class HostBlocks:
             self._nbytes += block.kv.nbytes
             for digest in cached.names:
                 self._named.setdefault(digest, []).append(block)
-        while self._nbytes > self._max_bytes:
-            self._drop(next(iter(self._blocks)))
 
     def _drop(self, one: _HostBlock) -> None:
         if one not in self._blocks:  # of those that come back some may have given way to what makes room for them

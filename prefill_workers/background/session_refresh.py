@@ -17,7 +17,8 @@ the next window is exact as a whole. Sessions take turns, a chunk each.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -38,7 +39,7 @@ from prefill_workers.link.session_links import SessionLinks
 from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch, aside
 from prefill_workers.protocol import Survivors
 from prefill_workers.sequence import Embedded, LinkSequence, Run
-from prefill_workers.sessions.manifest import KeptKV, KeptSegment, MadeIdle
+from prefill_workers.sessions.manifest import KeptKV, MadeIdle
 from prefill_workers.sessions.segments import Segment
 
 logger = logging.getLogger(__name__)
@@ -118,11 +119,15 @@ class SessionRefresh:
         try:
             over = task.go_on()
         except Exception:
-            self._waiting = {name: waiting for name, waiting in self._waiting.items() if waiting[0] is not plan}
+            self._give_up(plan)
             raise
         finally:
             if over:
                 self._task = None
+
+    def _give_up(self, plan: LinkPlan) -> None:
+        """Refresh nothing more of a link; of a later one of its session, all the same."""
+        self._waiting = {name: waiting for name, waiting in self._waiting.items() if waiting[0] is not plan}
 
     def _begin(self) -> None:
         """Begin with the next stretch of the session that waits longest, or be done with it."""
@@ -158,7 +163,9 @@ class SessionRefresh:
         session = self._links.store.resident(plan.request.tenant, plan.request.session)
         if session is None:
             return
-        kept = {segment.id: segment for segment in session.segments}
+        kept: dict[str, list[KeptKV]] = {}  # texts may recur
+        for one in session.segments:
+            kept.setdefault(one.id, []).extend(one.records())
         known = _exact([*front, *(() if made == "mended" else group)], kept)
         lacking = [segment for segment in group[max(0, len(known) - len(front)) :] if segment.id in kept]
         stretch = _Stretch(known, lacking, made)
@@ -173,7 +180,7 @@ class SessionRefresh:
         for (segment, kv), start in zip(stretch.front, starts[: len(stretch.front)], strict=True):
             record = yield from aside(self._asking, self._library.get_segment, kv.key, tenant)
             if record is None or record.kv.shape[1] != len(segment):
-                self._waiting.pop(name, None)
+                self._give_up(plan)
                 return
             at = int(positions.reshape(-1, positions.shape[-1])[0, start])
             placed.append(PlacedChunk(record.kv, None, at - record.at, Run(start, start + len(segment))))
@@ -183,7 +190,7 @@ class SessionRefresh:
                 continue
             embeddings = yield from self._embeddings(chunk, tenant)
             if embeddings is None:
-                self._waiting.pop(name, None)
+                self._give_up(plan)
                 return
             embedded.append(Embedded(start + chunk.span.first - segment.start, embeddings, chunk.span.is_embed))
         tokens = torch.cat([plan.sequence.token_ids[segment.start : segment.stop] for segment in stretch.segments])
@@ -221,10 +228,11 @@ class SessionRefresh:
         tenant, layout = plan.request.tenant, self._engine.layout
         session = self._links.store.resident(tenant, plan.request.session)
         kept = {} if session is None else {segment.id: segment.conditioned for segment in session.segments}
+        recurring = Counter(segment.id for segment in stretch.segments)
         found: dict[str, KeptKV] = {}
         for i, segment in enumerate(stretch.lacking, len(stretch.front)):
             kv = kept.get(segment.id)
-            if kv is None:
+            if kv is None or recurring[segment.id] > 1:  # of equal texts the KV is of one, and does not tell of which
                 continue
             record = yield from aside(self._asking, self._library.get_segment, kv.key, tenant)
             if record is None or record.kv.shape[1] != len(segment):
@@ -273,13 +281,12 @@ def _grouped(segments: Sequence[Segment]) -> tuple[list[Segment], list[list[Segm
     return list(segments[:first]), groups
 
 
-def _exact(segments: Sequence[Segment], kept: dict[str, KeptSegment]) -> list[tuple[Segment, KeptKV]]:
+def _exact(segments: Sequence[Segment], kept: Mapping[str, Sequence[KeptKV]]) -> list[tuple[Segment, KeptKV]]:
     """The first segments of which exact KV behind just one another is kept, with it."""
     found: list[tuple[Segment, KeptKV]] = []
     front: tuple[str, ...] = ()
     for segment in segments:
-        records = kept[segment.id].records() if segment.id in kept else ()
-        kv = next((kv for kv in records if kv.is_exact and kv.behind == front), None)
+        kv = next((kv for kv in kept.get(segment.id, ()) if kv.is_exact and kv.behind == front), None)
         if kv is None:
             break
         found.append((segment, kv))

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +67,8 @@ class SessionPlan:
     placed: Sequence[PlacedChunk] = ()
     runs: Sequence[Run] = ()
     rotated_from: int = 0  # first token whose kept KV stands at another position than where it was computed
+    knows: Sequence[Sequence[str]] = ()  # by segment, contents that its kept KV was computed behind
+    opened: int = 0  # epoch of the store, by which it knows of a deletion since
 
     def __post_init__(self) -> None:
         ids = tuple(segment.id for segment in self.segments)
@@ -187,6 +190,7 @@ class SessionLinks:
         ref = request.session
         if ref is None or not uses_session(request.mode):
             return None
+        opened = self.store.epoch
         session = self.store.open(request.tenant, ref)
         found = segments(request, (kept.text for kept in session.segments if kept.text))
         matches = align([kept.id for kept in session.segments], [one.id for one in found], session.left)
@@ -207,7 +211,7 @@ class SessionLinks:
         load = partial(self._library.load, "segment", tenant=request.tenant)
         loads = [None if kv is None else load(kv.key) for kv in served]
         patches = [load(kv.patch) if kv is not None and kv.patch else None for kv in served]
-        return SessionPlan(session, found, matches, served, loads, patches)
+        return SessionPlan(session, found, matches, served, loads, patches, opened=opened)
 
     def contents(self, request: PrefetchRequest) -> Collection[str]:
         """Contents of which the session of a prompt on its way keeps KV, as far as memory knows."""
@@ -230,6 +234,7 @@ class SessionLinks:
         starts = first[torch.tensor([segment.start for segment in plan.segments])].tolist()
         until = time.monotonic() + self._library.settings.load_timeout_s
         served: list[KeptKV | None] = []
+        knows: list[Sequence[str]] = [()] * len(plan.served)
         placed: list[PlacedChunk] = []
         loads = zip(plan.loads, plan.patch_loads, strict=True)
         for segment, kv, (load, patch_load), position in zip(plan.segments, plan.served, loads, starts, strict=True):
@@ -244,6 +249,7 @@ class SessionLinks:
                     served.append(None)
                     continue
                 whole = apply(record.kv, mend.patch, 0, record.layout)
+            knows[len(served)] = record.antecedents
             served.append(kv)
             # A prompt's last token is computed: its logits are wanted.
             run = Run(max(segment.start, known.stop), min(segment.stop, positions.shape[-1] - 1))
@@ -253,7 +259,7 @@ class SessionLinks:
         runs = [one.run for one in placed]
         rotated = min((one.run.start for one in placed if one.position), default=positions.shape[-1])
         ended = replace(plan, served=served, loads=(), patch_loads=())
-        return replace(ended, positions=starts, placed=placed, runs=runs, rotated_from=rotated)
+        return replace(ended, positions=starts, placed=placed, runs=runs, rotated_from=rotated, knows=knows)
 
     def _fits(self, record: SegmentRecord, tokens: int, position: int) -> bool:
         """True if a record is of so many tokens and may stand there: pages of few bits would quantise it once more."""
@@ -270,7 +276,7 @@ class SessionLinks:
             return
         try:
             kept = self._kept(plan, session)
-            self.store.put(session.session.moved_on(kept, time.time()))
+            self.store.put(session.session.moved_on(kept, time.time()), opened=session.opened)
         except (RuntimeError, StoreError):  # memory, most likely: the link itself has ended well
             logger.exception("session %.32r keeps nothing of its last request", session.session.id)
 
@@ -302,6 +308,7 @@ class SessionLinks:
         kv = self._engine.read_kv(plan.sequence.blocks, segment.start, len(segment))
         seconds = plan.compute_ms * 1e-3 * len(segment) / max(plan.tokens_computed, 1)
         behind = [span.content for span in request.chunks if span.stop <= segment.start]
+        behind += chain.from_iterable(session.knows[:i])  # what it learnt of these from survivors in front of it
         return self.store_segment(
             request.tenant, kv, session.positions[i], session.front(i), content, behind, seconds, is_exact=is_exact
         )

@@ -107,15 +107,16 @@ class Session:
         `made`: the field of a segment that it is.
         """
 
-        def with_kv(one: KeptSegment) -> KeptSegment:
+        def with_kv(before: str, one: KeptSegment) -> KeptSegment:
             kv = found.get(one.id)
-            if kv is None:
+            if kv is None or (not one.content and kv.behind and kv.behind[-1] != before):  # of an equal text elsewhere
                 return one
             if made == "mended":
                 return replace(one, mended=kv)
             return replace(one, ahead=kv) if made == "ahead" else replace(one, refreshed=kv)
 
-        return replace(self, segments=tuple(map(with_kv, self.segments)))
+        before = ("", *(segment.id for segment in self.segments))
+        return replace(self, segments=tuple(map(with_kv, before, self.segments)))
 
     def without(self, content: str) -> Session:
         """The session without a content's segments and without KV computed behind them."""

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Name = tuple[str, str]  # tenant, session id
 
+_MOST_ENDED = 4096  # deleted sessions that are remembered, for links that began before
+
 
 class SessionStore:
     """Sessions that this worker has served. Thread-safe.
@@ -46,6 +48,8 @@ class SessionStore:
         self._holders: Counter[tuple[str, str]] = Counter()  # sessions by tenant and key of a record
         self._sizes: dict[tuple[str, str], int] = {}
         self._bytes: Counter[str] = Counter()  # by tenant
+        self._ended: dict[Name, int] = {}  # deleted sessions, the latest last, by the epoch that began with it
+        self.epoch = 0  # deletions so far
         self._deleting = ThreadPoolExecutor(1, thread_name_prefix="session-delete")  # tiers may be slow
 
     def __len__(self) -> int:
@@ -81,34 +85,45 @@ class SessionStore:
             session = self._load(tenant, id)
         return None if session is None or self._is_expired(session) else session
 
-    def put(self, session: Session, instead_of: Session | None = None) -> bool:
+    def put(self, session: Session, instead_of: Session | None = None, opened: int | None = None) -> bool:
         """Replace a session by what became of it.
 
-        Records that no session needs any more are deleted, behind the caller. With `instead_of` only while it is that
-        one; False: it was replaced or deleted meanwhile.
+        Records that no session needs any more are deleted, behind the caller, and so are those that find no room.
+
+        Args:
+            session: what became of it.
+            instead_of: only while it is this one.
+            opened: the `epoch` when it was opened; only if it was not deleted since.
+
+        Returns:
+            False: it was replaced or deleted meanwhile.
         """
-        session = self._bounded(session)
+        offered, session = session, self._bounded(session)
         name = session.tenant, session.id
         with self._lock:
             if instead_of is not None and self._sessions.get(name) is not instead_of:
                 return False
-            dropped = self._replace(name, session) + self._make_room(name)
-            self._library.put_session(self._record(session))  # under the lock: a deletion comes before or after
-        self._delete(dropped)
-        return True
+            is_deleted = opened is not None and self._ended.get(name, 0) > opened
+            gone = set[tuple[str, str]]()
+            if not is_deleted:
+                gone.update(self._replace(name, session), self._make_room(name))
+                self._library.put_session(self._record(session))  # under the lock: a deletion comes before or after
+            gone |= self._unheld(_places(offered))
+        self._delete(gone)
+        return not is_deleted
 
     def add_refreshed(self, tenant: str, id: str, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> None:
         """Add KV that was made in idle time, by segments' ids (see `Session.refreshed`).
 
-        That of segments which the session has no more is deleted.
+        What it does not take, or has no room for, is deleted.
         """
         with self._lock:
             session = self._sessions.get((tenant, id))
-        taken = set() if session is None else {segment.id for segment in session.segments} & found.keys()
         if session is not None:
-            refreshed = session.refreshed({one: found[one] for one in taken}, made)
-            taken = taken if self.put(refreshed, instead_of=session) else set()
-        self._delete([(tenant, kv.patch or kv.key) for segment, kv in found.items() if segment not in taken])
+            self.put(session.refreshed(found, made), instead_of=session)
+        with self._lock:
+            unheld = self._unheld((tenant, kv.patch or kv.key) for kv in found.values())
+        self._delete(unheld)
 
     def delete(self, tenant: str, id: str) -> bool:
         """Delete a session and its records. True if there was one.
@@ -119,6 +134,12 @@ class SessionStore:
             TierUnavailable: a tier cannot be reached.
         """
         session = self.get(tenant, id)
+        with self._lock:
+            self.epoch += 1
+            self._ended.pop((tenant, id), None)
+            self._ended[tenant, id] = self.epoch
+            if len(self._ended) > _MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
         if session is not None:
             with self._lock:
                 self._replace((tenant, id), session)  # one from a tier holds its records, too
@@ -224,6 +245,10 @@ class SessionStore:
                 self._bytes[key[0]] -= self._sizes.pop(key)
                 dropped.append(key)
         return dropped
+
+    def _unheld(self, places: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Those of some records that no session holds."""
+        return {place for place in places if place not in self._holders}
 
     def _make_room(self, current: Name) -> list[tuple[str, str]]:
         """Drop expired sessions, and, past the limit, idle ones of the tenant that holds most; `current` stays."""

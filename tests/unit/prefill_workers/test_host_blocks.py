@@ -205,3 +205,15 @@ def test_routers_are_told_of_it_until_it_is_gone(worker: Worker):
     worker.evict()
     assert len(worker.index.marks(9)) == len(marks)
     assert worker.index.marks(9) != marks, "the other prompt's alone"
+
+
+def test_blocks_that_cannot_be_copied_are_handed_out_all_the_same(worker: Worker, monkeypatch: pytest.MonkeyPatch):
+    worker.link(request())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(worker.engine, "read_kv", fail)
+    lease = worker.pool.allocate(worker.pool.total * BLOCK)
+    worker.pool.abandon(lease.id)
+    assert (worker.pool.free, worker.host.stats().blocks) == (worker.pool.total, 0)

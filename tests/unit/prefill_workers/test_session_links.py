@@ -235,3 +235,25 @@ def test_a_fork_shares_and_goes_its_own_way(rig: Rig):
     assert rig.plan(rig.request(*FIRST)).outcome().prefix == 5, "the parent is as it was"
     clean = rig.plan(rig.request(*SLID, session=SessionRef("clean", "s", clean=True)))
     assert (clean.runs, clean.outcome().recalled) == ([], 4)
+
+
+def test_what_was_computed_behind_a_survivor_goes_with_what_that_one_knows(rig: Rig):
+    rig.link(HEAD, "1", "a", "2", "b")
+    rig.link(HEAD, "2", "b", "3", [7, 8, 9], seed=1)
+    session = rig.links.store.get("acme", SESSION.id)
+    assert session is not None
+    page = next(one for one in session.segments if one.content == "page 3")
+    assert page.conditioned is not None
+    assert rig.library.get_segment(page.conditioned.key, "acme") is not None
+    rig.library.delete_content("page 1", "acme")
+    assert rig.library.get_segment(page.conditioned.key, "acme") is None
+
+
+def test_a_session_that_is_deleted_during_a_link_stays_deleted(rig: Rig):
+    rig.link(HEAD, "1", "a")
+    request = rig.request(HEAD, "1", "a", "2", "b")
+    under_way = rig.plan(request)
+    assert rig.links.store.delete("acme", SESSION.id)
+    rig.finish(request, under_way, seed=1)
+    assert rig.links.store.get("acme", SESSION.id) is None
+    assert rig.links.store.nbytes == 0

@@ -215,3 +215,28 @@ def test_a_session_that_is_gone_keeps_nothing(worker: Worker):
     worker.idle()
     assert worker.links.store.get("local", "s") is None
     assert worker.links.store.nbytes == 0
+
+
+def test_an_action_that_recurs_is_exact_too(worker: Worker):
+    def asked(*pages: int) -> LinkRequest:
+        tokens, spans = [*HEAD], list[ChunkSpan]()
+        for page in pages:
+            tokens += [60, 61, 62, 63, 64, 65] if spans else []
+            spans.append(ChunkSpan(f"page {page}", TEXT, len(tokens), len(tokens) + 7, len(tokens), 7))
+            tokens += [10 + page * 7 + i for i in range(7)]
+        return LinkRequest("r", [*tokens, *TAIL], tuple(spans), session=SessionRef("s", survivors=Survivors.REFRESH))
+
+    worker.link(asked(0, 1, 2, 3))
+    worker.idle()
+    points, _ = worker.link(asked(1, 2, 3, 4))
+    assert points[:6] == ["prefix"] * 6
+
+
+def test_what_an_old_link_lacks_ends_no_later_ones_refresh(worker: Worker):
+    worker.link(request(0, 1, 2))
+    worker.refresh.step()
+    assert worker.refresh.is_running
+    worker.links.store.delete("local", "s")
+    worker.links.store._deleting.submit(lambda: None).result(10)
+    worker.link(request(5, 6, 7))
+    assert worker.idle() > 0

@@ -347,3 +347,20 @@ def test_a_deleted_content_goes_from_sessions(library: Library, clock: Clock):
     assert not is_stored(library, session, 2), "it was computed behind it"
     assert store_of(library, clock).get("acme", "s") is None, "nor does a manifest name it"
     assert store_of(library, clock).get("acme", "o") == other
+
+
+def test_what_finds_no_room_is_deleted(library: Library, clock: Clock):
+    store = store_of(library, clock, max_bytes=1000)
+    huge = put(store, library, "huge", "hABCDEFGHIJKLMN")
+    settle(store)
+    assert [one.id for i, one in enumerate(huge.segments) if is_stored(library, huge, i)] == list("JKLMN")
+
+
+def test_what_was_deleted_since_it_was_opened_is_not_kept(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session, opened = put(store, library, "s", "hA"), store.epoch
+    assert store.delete("acme", "s")
+    assert not store.put(session, opened=opened)
+    assert store.get("acme", "s") is None
+    assert store.nbytes == 0
+    assert store.put(session, opened=store.epoch), "one that began behind the deletion is kept"
