@@ -58,7 +58,7 @@ from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Entry, Lifetime, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.loading import Loading
-from kvstore.tiers.paths import kind_prefix, path_of, record_path
+from kvstore.tiers.paths import kind_prefix, marker_paths, path_of, record_path
 from kvstore.tiers.stack import Found, TierStack
 from kvstore.tiers.write_behind import WriteBehind
 
@@ -426,6 +426,13 @@ class Library:
         """As `delete`, by the record's path."""
         return self._delete(path)
 
+    def sweep_markers(self) -> int:
+        """Delete old markers without a record from tiers without a limit, which nothing else scans; returns how many.
+
+        Lists these tiers. Raises TierUnavailable.
+        """
+        return self._stack.sweep_markers()
+
     def quarantine(self, kind: RecordKind, key: str, tenant: str) -> None:
         """Move a record aside in every tier: what was computed from it is wrong."""
         path = record_path(kind, key, self.fingerprint, tenant)
@@ -596,7 +603,16 @@ class Library:
     def _submit(self, path: str, write: _Write, nbytes: int, tiers: int) -> list[str]:
         """Queue a write to that many tiers, nearest first; names those whose queue is full."""
         queues = zip(self._stack.tiers[:tiers], self._queues, strict=False)
-        return [tier.name for tier, queue in queues if not queue.submit(path, write, nbytes)]
+        taking = [(tier, queue) for tier, queue in queues if self._takes(tier, write.record)]
+        return [tier.name for tier, queue in taking if not queue.submit(path, write, nbytes)]
+
+    def _takes(self, tier: Tier, record: Record) -> bool:
+        """False for a session's manifest on a node's own disk before a store.
+
+        Manifests alone are replaced: when another node goes on with the session, this one's would be the first found.
+        """
+        own = isinstance(tier, DiskTier) and tier.lifetime is Lifetime.NODE
+        return not (own and isinstance(record, SessionRecord) and self._stack.tiers[-1].lifetime is Lifetime.STORE)
 
     def _persist(self, index: int, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
         if not self._deletions.covers(write.record) and self._stack.write(index, write.record, pieces):
@@ -616,9 +632,10 @@ class Library:
             queue.settle(path)
 
     def _delete(self, path: str) -> bool:
+        record = self._resident(path)
         forgotten = self._forget(path)
         self._settle(path)
-        return self._stack.remove(path) or forgotten
+        return self._stack.remove(path, () if record is None else marker_paths(record)) or forgotten
 
 
 def _left(until: float | None) -> float | None:

@@ -73,6 +73,11 @@ class TierBudget:
         self._prices: dict[str | None, float] = {}  # by whose limit was passed; None: the tier's
         self._since_scan: int | None = None  # bytes written since the last scan; None: not scanned yet
 
+    @property
+    def is_bounded(self) -> bool:
+        """True if the tier has a limit, and so is scanned."""
+        return self._limit is not None or self._tenant_limit is not None
+
     def make_room(self, tenant: str, size: int) -> bool:
         """Evict until `size` more bytes of `tenant` fit.
 

@@ -281,8 +281,8 @@ class TierStack:
         """Admission threshold of the farthest tier for a tenant (see `TierBudget.price`)."""
         return self.budgets[-1].price(tenant_digest(tenant)) if self.budgets else 0.0
 
-    def remove(self, path: str) -> bool:
-        """Delete a record from every tier, quarantined copies too.
+    def remove(self, path: str, markers: Collection[str] = ()) -> bool:
+        """Delete a record from every tier, quarantined copies too, then its markers, as far as they are known.
 
         Raises TierUnavailable after trying all.
         """
@@ -290,11 +290,24 @@ class TierStack:
         for tier in self.tiers:
             try:
                 removed = _remove(tier, path) or removed
+                if markers and not tier.stored([path]):
+                    tier.delete_all(markers)
             except TierUnavailable as error:
                 failure = error
         if failure is not None:
             raise failure
         return removed
+
+    def sweep_markers(self) -> int:
+        """See `Library.sweep_markers`."""
+        deadline, swept = time.time() - ORPHAN_SECONDS, 0
+        for budget in self.budgets:
+            if not budget.is_bounded:
+                _, orphans = sorted_out(budget.tier.entries())
+                old = [orphan.key for orphan in orphans if orphan.used < deadline]
+                budget.tier.delete_all(old)
+                swept += len(old)
+        return swept
 
     def quarantine(self, path: str) -> None:
         """Move a record aside in every tier that holds it, as far as that works."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +60,9 @@ class Loss:
     lost: float
 
 
-def cases(reader: Reader, count: int) -> Iterator[Case]:
+def cases(reader: Reader, count: int, seed: int = SEED) -> Iterator[Case]:
     """Prompts of pages and a question, `count` of each split, with the model's answers."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     kind, things = FAMILIES.get(reader.checkpoint.name, FAMILIES[DEFAULT_MODEL]), tuple(THINGS)
     ends = reader.end_tokens
     for split in SPLITS:
@@ -239,9 +239,16 @@ def measure(
             reader.engine.set_lazy([(0, 1)])  # refuses what cannot be lazy
             reader.engine.set_lazy(())
             found = list(cases(reader, count))
-            return calibrate(reader, found, max_kl, console)
+            chosen = calibrate(reader, found, max_kl, console)
+            return confirmed(reader, chosen, list(cases(reader, count, SEED + 1))) if chosen.blocks else chosen
     finally:
         reader.close()
+
+
+def confirmed(reader: Reader, chosen: Calibration, fresh: Sequence[Case]) -> Calibration:
+    """The calibration with the loss on prompts that had no part in the choice."""
+    loss = loss_of(reader, fresh, chosen.blocks)
+    return replace(chosen, loss=loss, figures=chosen.figures | {"kl": loss.kl, "lost": loss.lost})
 
 
 def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
@@ -256,7 +263,8 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         prefix = "" if model is not None else f"{folder.name}."
         figures |= {f"{prefix}{name}": value for name, value in found.figures.items()}
         tables |= {f"{folder.name}: {name}": rows for name, rows in found.tables.items()}
-    figures["bytes_with_vla"] = max(size for name, size in figures.items() if name.endswith("bytes_with_vla"))
+    for worst in ("bytes_with_vla", "lost"):
+        figures[worst] = max(value for name, value in figures.items() if name.endswith(worst))
     workload = {
         "models": [folder.name for folder in folders],
         "items": count,
@@ -272,7 +280,7 @@ BENCHMARK = Benchmark(
     "lazy",
     "What it costs when layers share visual queries and keys, layer by layer, and what it would save.",
     run,
-    {"bytes_with_vla": ("<=", 0.85)},
+    {"bytes_with_vla": ("<=", 0.85), "lost": ("<=", LOST)},
     takes_model=True,
     takes_items=True,
 )

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MARKERS_S = 3600.0  # between two sweeps of markers, for which a store is listed
+
 
 class LibraryKeeper:
     """Keeper role: deletion, expiry, idle sessions, stored patches, disabled points."""
@@ -64,6 +66,7 @@ class LibraryKeeper:
         self._sessions = config.prefill.sessions
         self._session_bytes = config.prefill.sessions.max_bytes * config.prefill.most_replicas
         self._fidelity = FidelityKeeper(DisabledPoints(config.library.directory, model), prefill)
+        self._markers_swept = time.monotonic()
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
         self._feed = PatchFeedSource(replica_name(), KEEPER_LIMIT)
         period_s = config.keeper.catalogue_period_s
@@ -128,6 +131,12 @@ class LibraryKeeper:
                 await asyncio.to_thread(self._sweep_sessions)
             except Exception as error:
                 logger.warning("idle sessions are not deleted yet, trying again in %s s: %s", period_s, error)
+            if time.monotonic() - self._markers_swept > _MARKERS_S:
+                self._markers_swept = time.monotonic()
+                try:
+                    await asyncio.to_thread(self._library.sweep_markers)
+                except Exception as error:
+                    logger.warning("markers of deleted records are not swept yet: %s", error)
             for content, tenant in dict.fromkeys(gone):
                 try:
                     await self.delete_content(content, tenant)

@@ -18,7 +18,7 @@ from prefill_workers.sequence import LinkSequence, Run
 from serving.bench.models import CHECKPOINT, measured_dtype
 
 CONTEXT, BATCH, ANSWER = 8192, 8, 256  # tokens of a prompt, sequences, tokens of an answer
-_BLOCKS, _BLOCK_SIZE = 2048, 32  # a pool of eight such prompts
+_BLOCKS, _BLOCK_SIZE = 1 << 18, 32  # so many that what is left beside whole sequences counts for nothing
 
 
 def throughput(budget: float, turns: int, console: Console) -> dict[str, float]:

@@ -16,6 +16,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.library import Library
 from kvstore.records.record import Record
 from kvstore.settings import LibrarySettings
+from kvstore.tiers import stack
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faults import FaultyTier, HeldTier
 from kvstore.tiers.memory import MemoryTier
@@ -31,6 +32,30 @@ def test_a_deleted_record_is_gone_everywhere(make_library: MakeLibrary) -> None:
     assert not library.delete("canonical", record.key, "acme")
     assert library.get_canonical(record.key, "acme") is None
     assert [stored(tier) for tier in tiers] == [set(), set()]
+
+
+def test_a_deleted_record_leaves_no_markers(make_library: MakeLibrary) -> None:
+    tier, record = MemoryTier(), canonical()
+    library = make_library(tier)
+    library.put_canonical(record)
+    library.flush()
+    assert list(tier.keys(MARKERS))
+    library.delete("canonical", record.key, "acme")
+    assert not list(tier.keys(MARKERS))
+
+
+def test_old_markers_of_what_this_process_never_had_are_swept(
+    make_library: MakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, record = MemoryTier(), canonical()
+    library = make_library(tier)
+    library.put_canonical(record)
+    library.flush()
+    tier.delete(path_of(record))
+    assert library.sweep_markers() == 0, "its record may be on its way"
+    monkeypatch.setattr(stack, "ORPHAN_SECONDS", -10.0)
+    assert library.sweep_markers() > 0
+    assert not list(tier.keys(MARKERS))
 
 
 def test_deleting_overtakes_a_write_under_way(make_library: MakeLibrary) -> None:

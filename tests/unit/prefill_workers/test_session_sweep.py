@@ -14,7 +14,9 @@ from kvstore.library import Library
 from kvstore.records.keys import session_key
 from kvstore.records.record import SegmentRecord, SessionRecord
 from kvstore.settings import LibrarySettings
+from kvstore.tiers.base import Lifetime
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.memory import MemoryTier
 from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
 from prefill_workers.sessions.sweep import Swept, sweep
 
@@ -114,3 +116,18 @@ def test_a_manifest_that_cannot_be_read_goes(library: Library):
     library.put_session(SessionRecord(key=key("m"), fingerprint=FINGERPRINT, tenant="acme", content="", manifest=b"{}"))
     library.flush()
     assert sweep(library, HOUR, ROOM, NOW).sessions == 1
+
+
+def test_a_session_that_another_node_goes_on_with_stays(tmp_path: Path):
+    shared = MemoryTier("store")
+    shared.lifetime = Lifetime.STORE
+
+    def node(name: str) -> Library:
+        return Library(LibrarySettings(), FINGERPRINT, [DiskTier(tmp_path / name), shared])
+
+    with node("one") as one, node("two") as two:
+        put(one, "agent", "ab", idle=HOUR + 1)
+        put(two, "agent", "bc")
+        assert sweep(one, HOUR, ROOM, NOW).sessions == 0
+    with node("three") as other:
+        assert has_session(other, "agent")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from serving.bench.lazy import Case, calibrate, divergences, loss_of
+from serving.bench.lazy import Case, calibrate, confirmed, divergences, loss_of
 
 LAYERS = 5
+QUIET = Console(quiet=True)
 
 
 class Engine:
@@ -52,6 +53,15 @@ def test_layers_are_taken_up_from_the_cheapest_while_all_together_keep_the_bound
     single = found.tables["one lazy layer"]
     assert single["2 from 1"]["KL"] > single["1 from 0"]["KL"] > 0
     assert single["1 from 0"]["KL, all tokens"] > single["1 from 0"]["KL"]
+
+
+def test_the_loss_that_is_told_is_of_prompts_that_had_no_part_in_the_choice():
+    chosen = calibrate(cast(Any, SimpleNamespace(engine=Engine({1: 0.1, 2: 3, 3: 3, 4: 3}))), [case()], 0.01, QUIET)
+    elsewhere: Any = SimpleNamespace(engine=Engine({1: 1.0}))
+    found = confirmed(elsewhere, chosen, [case()])
+    assert found.blocks == chosen.blocks == ((0, 1),)
+    assert found.loss == loss_of(elsewhere, [case()], chosen.blocks)
+    assert found.figures["kl"] == found.loss.kl > chosen.loss.kl
 
 
 def test_an_answer_counts_as_lost_whichever_of_its_tokens_comes_out_otherwise():
