@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from autoscale.settings import AutoscaleSettings
+from autoscale.settings import Mode as AutoscaleMode
 from infra.models import resolve
 from infra.models.errors import ModelUnavailable
 from infra.vllm_env import is_cpu_build
@@ -117,7 +118,9 @@ class OrbitServeConfig(Settings):
         """Most answers in progress on one ingress replica; None: there is but one tenant."""
         if not self.http.has_tenants:
             return None
-        running = self.tenants.running or self.decode.max_num_seqs * self.decode.most_replicas
+        decode = self.decode
+        replicas = decode.most_replicas if self.autoscale.mode is AutoscaleMode.ACT else decode.least_replicas
+        running = self.tenants.running or decode.max_num_seqs * replicas
         return -(-running // self.ingress.least_replicas)
 
     @property

@@ -108,7 +108,7 @@ class TenantLimits(Settings):
 
     weight: float = Field(1.0, gt=0, description="Share of the places for answers, relative to other tenants'.")
     requests_per_minute: int | None = Field(
-        None, ge=1, description="Chats and completions; further ones are answered 429. None: no limit."
+        None, ge=1, description="Chats, completions and responses; further ones are answered 429. None: no limit."
     )
     tokens_per_minute: int | None = Field(
         None,

@@ -163,7 +163,7 @@ def take_in(
     What is there already is left as it is, so that an import that was interrupted is simply run again.
 
     Args:
-        fingerprint: digest of the model that records must be of; None takes any.
+        fingerprint: digest of the model that KV must be of; None takes any.
 
     Raises:
         BadArchive, TierUnavailable.
@@ -174,7 +174,7 @@ def take_in(
         place = RecordPath.parse(entry.path)
         if place is None or place.quarantined:
             refused.append((entry.path, "not a record's path"))
-        elif fingerprint is not None and place.fingerprint != fingerprint:
+        elif fingerprint not in (None, place.fingerprint) and place.kind != "embedding":  # files' indices
             refused.append((entry.path, "of another model"))
         elif tier.contains(entry.path):
             present += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -192,6 +193,7 @@ def garbage(
     fingerprint: str | None = None,
     unused_seconds: float | None = None,
     max_bytes: int | None = None,
+    indices: Collection[str] = (),
 ) -> list[Removal]:
     """Records to delete: quarantined ones and orphaned markers always, the rest on request.
 
@@ -200,6 +202,8 @@ def garbage(
         unused_seconds: records that lay idle for longer go, but for bases: these are read at start-up alone, and all
             patches on one need it.
         max_bytes: the least worthy records go (as eviction weighs them) until the others fit; no basis does.
+        indices: paths of files' index records. They go with their files alone: retrievers read them at start-up, and
+            they are of an embedder, not of the model.
     """
     now = time.time()
     removals = [
@@ -208,25 +212,45 @@ def garbage(
         if entry.used < now - ORPHAN_SECONDS
     ]
     kept: list[Item] = []
+    lasting = {item.path for item in found.items if item.kind == "basis"}.union(indices)
     for item in found.items:
         if item.quarantined:
             reason = "quarantined"
-        elif fingerprint is not None and item.fingerprint != fingerprint:
+        elif fingerprint is not None and item.fingerprint != fingerprint and item.path not in indices:
             reason = "of another model"
-        elif unused_seconds is not None and item.kind != "basis" and item.used < now - unused_seconds:
+        elif unused_seconds is not None and item.path not in lasting and item.used < now - unused_seconds:
             reason = "unused"
         else:
             kept.append(item)
             continue
         removals.append(_removal(item, reason))
     excess = 0 if max_bytes is None else sum(item.size for item in kept) - max_bytes
-    others = [item for item in kept if item.kind != "basis"]
+    others = [item for item in kept if item.path not in lasting]
     for item in sorted(others, key=lambda i: worth(i.recompute_seconds, i.size, now - i.used)):
         if excess <= 0:
             break
         removals.append(_removal(item, "least worthy"))
         excess -= item.size
     return removals
+
+
+def index_paths(tier: Tier, found: Contents, model: str | None) -> set[str]:
+    """Paths of files' index records (`kvstore.search.record`).
+
+    Args:
+        model: digest of a model whose embeddings are those of images, and need not be read; None: not known.
+
+    Raises:
+        TierUnavailable.
+    """
+    paths = set()
+    for item in found.items:
+        if item.kind == "embedding" and item.fingerprint != model and not item.quarantined:
+            with suppress(CorruptRecord):
+                buffer = tier.get(item.path)
+                if buffer is not None and "counts" in read_metadata(buffer)["meta"]:
+                    paths.add(item.path)
+    return paths
 
 
 def derived_from(tier: Tier, found: Contents, content: str, owner: str, reason: str) -> list[Removal]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -82,9 +84,10 @@ class EmbeddingRecord(_Record):
 
     embeddings: Tensor
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return self.embeddings.nbytes
+        """Bytes of the numbers, and of what stands beside them: a file's index has its parts' texts there."""
+        return self.embeddings.nbytes + len(json.dumps(dict(self.meta)))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

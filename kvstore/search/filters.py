@@ -9,6 +9,7 @@ never equal to a string). Strings have no order: gt, gte, lt and lte take number
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ Attributes = Mapping[str, str | float | bool]
 _ORDERS = {"gt": np.greater, "gte": np.greater_equal, "lt": np.less, "lte": np.less_equal}
 _DEEPEST = 8  # nested and/or
 _MOST = 256  # comparisons
+_MOST_COLUMNS = 64  # that are kept: requests name the keys, also such as no file has
 
 
 class InvalidFilter(ValueError):
@@ -60,12 +62,15 @@ def check_filter(value: Any, where: str = "filters") -> None:
                 raise InvalidFilter(f"{at}.value: {kind} takes a number")
         elif not isinstance(wanted, str | int | float):
             raise InvalidFilter(f"{at}.value: a string, a number or a boolean is needed")
+        for each in wanted if isinstance(wanted, list) else [wanted]:
+            if isinstance(each, int) and abs(each) > sys.float_info.max:
+                raise InvalidFilter(f"{at}.value: the number is too large")
 
     check(value, where, 1)
 
 
 class AttributeColumns:
-    """Attributes of files, column by column, for filters. Not changed once made."""
+    """Attributes of files, column by column, for filters."""
 
     def __init__(self, files: Sequence[Attributes]) -> None:
         self._files = files
@@ -90,9 +95,11 @@ class AttributeColumns:
         return ~equal if kind in ("ne", "nin") else equal
 
     def _column(self, key: str) -> _Column:
-        if key not in self._columns:
-            self._columns[key] = _Column([file.get(key) for file in self._files])
-        return self._columns[key]
+        column = self._columns.pop(key, None) or _Column([file.get(key) for file in self._files])
+        self._columns[key] = column  # the one that was used last stands last
+        if len(self._columns) > _MOST_COLUMNS:
+            self._columns.pop(next(iter(self._columns)), None)
+        return column
 
 
 class _Column:

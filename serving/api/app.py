@@ -207,7 +207,7 @@ async def build_api(
     app.add_middleware(CancelOnDisconnect)
     rates = RateLimits(config.tenants.of, config.ingress.least_replicas)
     alone = config.tenants.most_of_one(http.max_concurrent_requests) if http.has_tenants else None
-    app.add_middleware(Limit, http, metrics, rates, alone)
+    app.add_middleware(Limit, http, metrics, rates, alone, most_bytes)
     client.limits = rates
     if config.places is not None:
         shares = config.tenants

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Collection
 from http import HTTPStatus
@@ -22,7 +23,8 @@ from serving.settings import ApiKey, HttpSettings
 
 _LOCAL = ApiKey(tenant="local", admin=True)
 OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc", "/console"})
-_GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+_GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_SEARCH = re.compile(r"/v1/vector_stores/[^/]+/search")  # whose queries may have images
 # Of a chat /tokenize fetches, decodes and processes all images; both run where all prompts are rendered.
 _TOKENISING_PATHS = frozenset({"/tokenize", "/detokenize"})
 _UPLOAD_PATH = "/v1/files"
@@ -135,6 +137,7 @@ class Limit:
     Args:
         limits: requests a minute by tenant, which generating ones take from.
         most_of_one: requests in progress of one tenant; None: as many as of all.
+        max_file: bytes of the largest upload of any kind; None: of images and texts.
     """
 
     def __init__(
@@ -144,10 +147,11 @@ class Limit:
         metrics: Metrics,
         limits: RateLimits | None = None,
         most_of_one: int | None = None,
+        max_file: int | None = None,
     ) -> None:
         self._app = app
         self._max_body, self._max_concurrent = http.max_body_bytes, http.max_concurrent_requests
-        self._max_upload = min(http.max_body_bytes, http.max_file_bytes + _UPLOAD_ENVELOPE)
+        self._max_upload = min(http.max_body_bytes, (max_file or http.max_file_bytes) + _UPLOAD_ENVELOPE)
         self._max_other = min(http.max_body_bytes, _OTHER_BODY)
         self._body_timeout = http.body_timeout_s
         self._metrics, self._limits = metrics, limits
@@ -159,11 +163,11 @@ class Limit:
             await self._app(scope, receive, send)
             return
         path = _route(scope)
-        if scope["method"] != "POST":
+        if scope["method"] != "POST" or path in OPEN_PATHS:  # these take no POST, and have no tenant
             await self._bounded(scope, receive, send, self._max_other)
         elif path in _GENERATING_PATHS:
             await self._counted(scope, receive, send)
-        elif path in _TOKENISING_PATHS:
+        elif path in _TOKENISING_PATHS or _SEARCH.fullmatch(path):
             await self._limited(scope, receive, send, self._max_body)
         else:
             await self._limited(scope, receive, send, self._max_upload if path == _UPLOAD_PATH else self._max_other)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from serving.api.auth import OPEN_PATHS
 
 _SCHEMA, _SCHEME = "OrbitError", "bearer"
-_GENERATING = ("/v1/chat/completions", "/v1/completions")
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _CURSORS = ("after", "before")  # ids of listed items
 _STORE_READS = ("/v1/vector_stores/{store_id}/search",)  # a POST that changes nothing
 

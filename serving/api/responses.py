@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from openai.types.responses import (
+    ResponseErrorEvent,
     ResponseFileSearchCallCompletedEvent,
     ResponseFileSearchCallInProgressEvent,
     ResponseFileSearchCallSearchingEvent,
@@ -25,6 +26,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.exceptions import GenerationError
 from vllm.utils import random_uuid
 
 from serving.api.chat import OrbitServingChat, readable, refuse_unsupported
@@ -37,6 +39,7 @@ from serving.frontend.report import RequestTrace, parse_options, set_trace
 from serving.frontend.rounds_parser import RoundsParser
 
 _PATH = "/v1/responses"
+_OPENING = ("response.created", "response.in_progress")  # types of events that say nothing yet
 _UNSUPPORTED = {
     "background": "responses are not stored, so that none is made in the background",
     "previous_response_id": "responses are not stored; send the conversation as input",
@@ -81,7 +84,12 @@ class OrbitServingResponses(OpenAIServingResponses):
             _count_rounds(answer, trace)
             answer.orbit = trace.document()
             return answer
-        return self._with_searches(answer, trace, include_results)
+        events = self._with_searches(answer, trace, include_results)
+        await anext(events, None)  # what fails before the first word has a status
+        return events
+
+    def _convert_generation_error_to_streaming_response(self, error: GenerationError) -> str:
+        raise error  # vLLM would make an event of it that is none of a response's
 
     async def _prepared(self, request: OrbitResponsesRequest, tenant: str) -> RequestTrace:
         """Trace of a request whose conversation was resolved. Raises InvalidRequest."""
@@ -162,34 +170,54 @@ class OrbitServingResponses(OpenAIServingResponses):
     async def _with_searches(
         self, events: AsyncGenerator[Any, None], trace: RequestTrace, include_results: bool
     ) -> AsyncGenerator[Any, None]:
-        """A response's events, with those of its searches before what is said behind them."""
+        """A response's events, with those of its searches before what is said behind them.
+
+        The first item is None, once something was generated: until then a failure is raised, later it is an event.
+        """
         set_trace(trace)  # the prompt is generated from when this is read
         places, items, next_place, number = dict[int, int](), list[Any](), 0, 0
-        async with aclosing(events):
-            async for event in events:
-                searches = _searches(trace)
-                for query, results in searches[len(items) :]:
-                    item = _call_item(query, results, include_results)
-                    items.append((next_place, item))
-                    for own in _search_events(item, next_place):
-                        own.sequence_number, number = number, number + 1
-                        yield own
-                    next_place += 1
-                if (index := getattr(event, "output_index", None)) is not None:
-                    if index not in places:
-                        places[index], next_place = next_place, next_place + 1
-                    event.output_index = places[index]
-                if event.type == "response.output_item.done":
-                    _annotate([event.item], trace)
-                if event.type in ("response.completed", "response.incomplete"):
-                    response = event.response
-                    said = [(places.get(i, next_place + i), item) for i, item in enumerate(response.output)]
-                    response.output = [item for _, item in sorted([*items, *said], key=lambda pair: pair[0])]
-                    _annotate(response.output, trace)
-                    _count_rounds(response, trace)
-                    response.orbit = trace.document()
-                event.sequence_number, number = number, number + 1
-                yield event
+        opening: list[Any] | None = []  # events that say nothing yet
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if opening is not None:
+                        if event.type in _OPENING:
+                            opening.append(event)
+                            continue
+                        yield None
+                        for first in opening:
+                            first.sequence_number, number = number, number + 1
+                            yield first
+                        opening = None
+                    searches = _searches(trace)
+                    for query, results in searches[len(items) :]:
+                        item = _call_item(query, results, include_results)
+                        items.append((next_place, item))
+                        for own in _search_events(item, next_place):
+                            own.sequence_number, number = number, number + 1
+                            yield own
+                        next_place += 1
+                    if (index := getattr(event, "output_index", None)) is not None:
+                        if index not in places:
+                            places[index], next_place = next_place, next_place + 1
+                        event.output_index = places[index]
+                    if event.type == "response.output_item.done":
+                        _annotate([event.item], trace)
+                    if event.type in ("response.completed", "response.incomplete"):
+                        response = event.response
+                        said = [(places.get(i, next_place + i), item) for i, item in enumerate(response.output)]
+                        response.output = [item for _, item in sorted([*items, *said], key=lambda pair: pair[0])]
+                        _annotate(response.output, trace)
+                        _count_rounds(response, trace)
+                        response.orbit = trace.document()
+                    event.sequence_number, number = number, number + 1
+                    yield event
+        except Exception as error:
+            if opening is not None:
+                raise
+            told = self.create_error_response(error).error
+            code, param = str(told.code), told.param
+            yield ResponseErrorEvent(type="error", code=code, message=told.message, param=param, sequence_number=number)
 
 
 def responses_router() -> APIRouter:

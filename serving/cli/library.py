@@ -298,6 +298,7 @@ def gc(
             fingerprint=keep,
             unused_seconds=unused_seconds,
             max_bytes=max_bytes,
+            indices=inventory.index_paths(place.tier, left, keep) if foreign or unused or shrink else (),
         )
         if not dry_run:
             with _progress("deleting", sum(removal.size for removal in removals)) as advance:
@@ -331,7 +332,12 @@ def _expired(place: _Place, found: Contents, dry_run: bool) -> list[Removal]:
     if not dry_run:
         files.sweep()
         stores.sweep()
-    removals = [r for owner, content in unheld for r in derived_from(place.tier, found, content, owner, "expired")]
+    removals = [
+        removal
+        for owner, content in unheld
+        for one in (content, *files.parts.of(content, owner))
+        for removal in derived_from(place.tier, found, one, owner, "expired")
+    ]
     return list({removal.path: removal for removal in removals}.values())
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from vllm.outputs import RequestOutput
@@ -41,7 +42,13 @@ def metered(
     """
     reserved = given + most * (params.n or 1)
     limits.take(trace.tenant, "tokens", reserved)
-    return _charged(outputs, given, reserved, params.output_kind == RequestOutputKind.DELTA, trace, limits)
+    begun: list[Callable[[], object]] = []
+    charged = _charged(outputs, given, reserved, params.output_kind == RequestOutputKind.DELTA, trace, limits, begun)
+    # Of several prompts one may be refused before the others begin: what never begins has no `finally`.
+    unbegun = weakref.finalize(charged, limits.give, trace.tenant, "tokens", reserved)
+    unbegun.atexit = False
+    begun.append(unbegun.detach)
+    return charged
 
 
 async def _charged(
@@ -51,7 +58,9 @@ async def _charged(
     in_deltas: bool,
     trace: RequestTrace,
     limits: RateLimits,
+    begun: list[Callable[[], object]],
 ) -> AsyncGenerator[RequestOutput, None]:
+    begun.pop()()
     said, charged = Counter[int](), given
     try:
         async with aclosing(outputs):

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from kvstore.errors import StoreError
+from kvstore.errors import StoreError, UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, is_shared
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import Reference, VectorStores
@@ -65,9 +65,12 @@ class StorePictures:
             StoreError: there is no such store, or it cannot be read.
         """
         for reference in self._stores.references(store):
-            name = self._files.get(reference.tenant, reference.file).filename
+            try:
+                name = self._files.get(reference.tenant, reference.file).filename
+                pages = self._pages(reference)
+            except UnknownFile:  # deleted or expired, and about to be swept from the store
+                continue
             row = {"tenant": _owner(reference)}
-            pages = self._pages(reference)
             if pages is None:
                 continue
             if not pages:

@@ -99,7 +99,7 @@ def _cut(cluster: Cluster) -> Turn:
         ended = [one.result() for one in streams]
     failed = sum(not (one.finished and one.text == whole.text) for one in ended)
     failed += sum(not _is_right(said) for said, _ in answers)
-    after = [at - cut for said, at in answers if _is_right(said) and at > cut]
+    after = [at - cut for said, at in answers[BEFORE:] if _is_right(said)]  # asked when the node was gone
     began = time.monotonic()
     cluster.join(victim, WORKER)
     well_on_both(cluster)

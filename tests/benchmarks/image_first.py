@@ -45,6 +45,8 @@ def run(quick: bool, console: Console) -> Outcome:
             def ask(arm: str, image: str = image, tokens: dict[str, list[int]] = tokens) -> float:
                 server, mode = servers[arm]
                 timed = _ask(web, server, mode, image, f"question {next(numbers):06d}, what is it?")
+                if server is service:
+                    service.settle()  # or the other arm would be asked beside what it learns
                 tokens.setdefault(arm, []).append(timed.computed_tokens)
                 return timed.ttft_ms
 

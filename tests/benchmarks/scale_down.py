@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from rich.console import Console
 from autoscale.planner import NAMESPACE, actor_name
 from autoscale.signals import Role
 from infra.reference import DEFAULT_MODEL, weights
+from prefill_workers.modes import OperatingPoint
 from serving.bench.harness import Benchmark, Outcome
 from serving.deploy.handles import driver_handle
 from serving.deploy.launch import APPLICATION, application
@@ -124,9 +125,10 @@ class Service:
             time.sleep(0.5)
         return time.monotonic() - began
 
-    def reused(self, pages: Sequence[int], mode: str) -> int:
-        """Tokens of pages that are linked rather than computed, one question about each."""
-        return sum(self._reused(number, mode) for number in pages)
+    def reused(self, pages: Iterable[int], mode: str) -> dict[int, int]:
+        """Tokens that are linked rather than computed of each page, one question about each; of those that are."""
+        found = {number: self._reused(number, mode) for number in pages}
+        return {number: tokens for number, tokens in found.items() if tokens}
 
     def _reused(self, number: int, mode: str) -> int:
         body = {
@@ -142,7 +144,7 @@ class Service:
         except httpx.HTTPError:
             self.failed += 1
             return 0
-        return 0 if orbit["vision_tokens_encoded"] else sum(chunk["tokens"] for chunk in orbit["chunks"])
+        return linked_tokens(orbit)
 
 
 def _scaled_down(service: Service, number: int) -> Turn:
@@ -151,8 +153,13 @@ def _scaled_down(service: Service, number: int) -> Turn:
     driver_handle(ROLES[Role.PREFILL], APPLICATION).broadcast("flush").results(timeout_s=300)
     before = service.reused(pages, _REUSED)
     down_s = service.scale(1)
-    after = service.reused(pages, _REUSED)
-    return Turn(down_s, service.scale(2), before, after)
+    after = service.reused(before, _REUSED)  # a replica learns others by being asked
+    return Turn(down_s, service.scale(2), sum(before.values()), sum(after.values()))
+
+
+def linked_tokens(orbit: Mapping[str, Any]) -> int:
+    """Tokens of a report's chunks whose KV was there; with stored embeddings alone they are computed."""
+    return sum(chunk["tokens"] for chunk in orbit["chunks"] if OperatingPoint(chunk["operating_point"]).is_reuse)
 
 
 def _replicas(deployment: str) -> dict[str, int]:

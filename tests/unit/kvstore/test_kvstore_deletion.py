@@ -47,7 +47,7 @@ def test_a_deleted_record_leaves_no_markers(make_library: MakeLibrary) -> None:
 def test_old_markers_of_what_this_process_never_had_are_swept(
     make_library: MakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, record = MemoryTier(), canonical()
+    tier, record = MemoryTier("remote"), canonical()
     library = make_library(tier)
     library.put_canonical(record)
     library.flush()

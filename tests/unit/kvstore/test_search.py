@@ -204,3 +204,21 @@ def test_a_record_gives_back_parts_and_vectors(has_vectors: bool):
 def test_words_are_stems_and_pairs_of_letters_without_spaces():
     assert words("The Engines' running: ENGINE no. 7!") == ["engin", "run", "engin", "7"]
     assert words("蜜蜂采蜜 honey") == ["蜜蜂", "蜂采", "采蜜", "honey"]
+
+
+def test_an_index_record_is_counted_with_its_texts():
+    part = Part(0, "a", "word " * 10_000)
+    record = index_record([part], None, content="c", owner="t", embedder="e", form="f", seconds=1.0)
+    assert record.nbytes > 50_000
+
+
+def test_filters_keep_few_columns_and_refuse_numbers_that_no_float_holds():
+    columns = AttributeColumns([{"year": 1.0}])
+    for i in range(1000):
+        columns.mask({"type": "eq", "key": f"k{i}", "value": 1})
+    assert len(columns._columns) <= 64
+    assert columns.mask({"type": "eq", "key": "year", "value": 1}).tolist() == [True]
+    for wanted in (10**400, [1, 10**400]):
+        kind = "in" if isinstance(wanted, list) else "gt"
+        with pytest.raises(InvalidFilter, match="too large"):
+            check_filter({"type": kind, "key": "year", "value": wanted})

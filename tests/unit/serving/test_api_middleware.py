@@ -336,3 +336,21 @@ async def test_every_503_says_when_to_try_again_and_nothing_else_does():
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
         assert (await client.get("/said/503")).headers.get_list("Retry-After") == ["60"]
         assert "Retry-After" not in (await client.get("/said/500")).headers
+
+
+async def test_responses_are_limited_as_chats_are():
+    tenants = TenantsSettings(named={"acme": TenantLimits(requests_per_minute=1)})
+    app = api(TWO, limits(max_body=128 << 20), tenants=tenants)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> dict[str, int]:
+        return {"bytes": len(await request.body())}
+
+    async with client(app, Authorization="Bearer one") as one:
+        answers = [await one.post("/v1/responses", content=b"x" * (5 << 20)) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+
+
+async def test_a_post_to_an_open_path_without_a_key_is_no_failure():
+    async with client(api(TWO)) as stranger:
+        assert (await stranger.post("/health")).status_code in (404, 405)

@@ -379,3 +379,13 @@ def test_a_role_is_pinned_and_spread_by_what_ray_takes(tmp_path: Path):
 def test_a_resource_that_ray_would_refuse_later_is_refused_by_name(place: dict[str, float], said: str):
     with pytest.raises(ValueError, match=said):
         VisionSettings(resources=place)
+
+
+def test_places_are_those_of_the_decode_workers_that_there_are(checkpoint: Path):
+    values = {
+        "model": {"path": checkpoint},
+        "http": {"api_keys": {"a": "one", "b": "two"}},
+        "decode": {"replicas": {"min": 1, "max": 8}, "max_num_seqs": 32},
+    }
+    assert OrbitServeConfig.model_validate(values).places == 32
+    assert OrbitServeConfig.model_validate({**values, "autoscale": {"mode": "act"}}).places == 256

@@ -23,6 +23,7 @@ from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
+from prefill_workers.protocol import Overloaded
 from serving.api.app import build_api
 from serving.config import OrbitServeConfig
 from serving.documents.passages import tokens_of
@@ -376,3 +377,18 @@ async def test_responses_take_files_and_refuse_what_is_stored(service: Service):
     for fields in ({"previous_response_id": "resp_1"}, {"background": True}, {"tools": [{"type": "web_search"}]}):
         with pytest.raises(openai.BadRequestError):
             await service.sdk().responses.create(model=MODEL, input="?", **fields)  # type: ignore[arg-type]
+
+
+async def test_a_streamed_response_that_fails_at_once_has_a_status_and_later_an_event(service: Service):
+    service.says("never")
+    service.roles.failures["link"] = [Overloaded("the queue is full")]
+    with pytest.raises(openai.RateLimitError):
+        await service.sdk().responses.create(model=MODEL, input="?", stream=True)
+    service.says(call("chapter"), "never")
+    service.roles.failures["link"] = [None, Overloaded("the queue is full")]
+    tool: Any = {"type": "file_search", "vector_store_ids": [service.store]}
+    answer = await service.sdk().responses.create(model=MODEL, input="?", tools=[tool], stream=True)
+    events = [one async for one in answer]
+    assert events[0].type == "response.created"
+    assert events[-1].type == "error"
+    assert [event.sequence_number for event in events] == list(range(len(events)))

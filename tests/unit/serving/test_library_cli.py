@@ -20,6 +20,8 @@ from typer.testing import CliRunner, Result
 from kvstore.library import Library
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.records.record import Record
+from kvstore.search.index import Part
+from kvstore.search.record import index_record
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import fingerprint_digest, path_of, tenant_digest
@@ -211,9 +213,11 @@ def test_gc_with_a_configuration_sweeps_what_has_expired(tmp_path: Path, monkeyp
     again = files.create("acme", "c", "vision", b"both")
     (reference,) = stores.add(stores.create().id, "acme", {short.id: {}})
     name = fingerprint(tmp_path / "model")
+    (page,) = files.parts.note(short.content, "acme", "pages-96-1", 1)
     fill(
         str(tmp_path / "library"),
         [
+            canonical("p", content=page, fingerprint=name),
             canonical("a", content=short.content, fingerprint=name),
             canonical("b", content=both.content, fingerprint=name),
             canonical("c", tenant=DYNAMIC_TENANT, content=reference.content, fingerprint=name),
@@ -222,7 +226,7 @@ def test_gc_with_a_configuration_sweeps_what_has_expired(tmp_path: Path, monkeyp
     later = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: later)
     assert run("gc", "--config", str(config), "--unused", "30", status=2).exit_code == 2
-    assert "expired: 2" in run("gc", "--config", str(config), "--dry-run").output
+    assert "expired: 3" in run("gc", "--config", str(config), "--dry-run").output
     assert len(files.expired()) == 2
     run("gc", "--config", str(config))
     left = json.loads(run("ls", "--config", str(config), "--json").stdout)["records"]
@@ -395,3 +399,12 @@ def test_a_place_that_is_none_is_named(tmp_path: Path) -> None:
     assert "no library at" in run("ls", "--library", str(tmp_path / "nowhere"), status=2).output
     assert "none.yaml" in run("ls", "--config", str(tmp_path / "none.yaml"), status=2).output
     assert "nosuch" in run("ls", "--library", "nosuch://place", status=2).output
+
+
+def test_gc_spares_the_indices_of_files(tmp_path: Path) -> None:
+    part = Part(0, "a", "text")
+    record = index_record([part], None, content="c", owner="acme", embedder="lexical", form="f", seconds=1.0)
+    fill(str(tmp_path), [record])
+    os.utime(tmp_path / path_of(record), (0, time.time() - 3 * 86400))
+    run("gc", "--library", str(tmp_path), "--foreign", "--model", MODEL, "--unused", "2d")
+    assert [row["key"] for row in listed(str(tmp_path))] == [record.key]

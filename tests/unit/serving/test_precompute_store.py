@@ -80,3 +80,15 @@ def test_what_is_not_there_is_told_by_name(tmp_path: Path):
     assert stored.pictures.find("https://pictures.example/one.png") is None
     with manifest_of("pictures", stored.config) as location:
         assert location == "pictures"
+
+
+def test_a_file_that_is_gone_leaves_the_others(tmp_path: Path):
+    stored = Stored(tmp_path, "one")
+    with_all = Stored(tmp_path / "all", "one")
+    stored.files.delete("one", stored.ids["red.png"])
+    names = []
+    for one in (with_all, stored):
+        with manifest_of(one.store, one.config) as location:
+            names.append({entry.name for entry in Manifest(location).entries()})
+    assert names[0] - names[1] == {"red.png"}
+    assert names[1] < names[0]

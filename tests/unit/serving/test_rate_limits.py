@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import AsyncGenerator
+from typing import Any
+
 import pytest
 from clock import Clock
+from vllm.sampling_params import SamplingParams
 
+from serving.frontend.bounded_outputs import metered
 from serving.frontend.errors import RateLimited
 from serving.frontend.rate_limits import RateLimits
+from serving.frontend.report import RequestTrace
 from serving.settings import TenantLimits
 
 
@@ -87,3 +94,18 @@ def test_every_replica_has_its_share():
         half.take("acme", "requests")
     with pytest.raises(RateLimited, match="60 requests a minute"):
         half.take("acme", "requests")
+
+
+def test_what_never_begins_gives_its_tokens_back():
+    bounded = limits(Clock(), tokens_per_minute=1000)
+    params, trace = SamplingParams(max_tokens=400), RequestTrace(tenant="acme")
+
+    async def outputs() -> AsyncGenerator[Any, None]:
+        yield None
+
+    begun = [metered(outputs(), 1, 400, params, trace, bounded) for _ in range(2)]
+    with pytest.raises(RateLimited):
+        metered(outputs(), 1, 400, params, trace, bounded)
+    del begun
+    gc.collect()
+    assert bounded.headers("acme")["x-ratelimit-remaining-tokens"] == "1000"
