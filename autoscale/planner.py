@@ -320,9 +320,10 @@ def start_planner(
 
 
 class PlannerKeeper:
-    """The application's planner, told to plan again when Ray has started it anew, made again where it has ended.
+    """The application's planner, which plans again whatever becomes of its process.
 
-    It ends with the process that made it: while a keeper's replica moves to another node, two keep the same one.
+    One that Ray has started anew is told to plan, one that has ended is made again. It ends with the process that made
+    it: while a keeper's replica moves to another node, two keep the same one.
 
     Args:
         start: makes the planner, or finds it; see `start_planner`.

@@ -427,9 +427,9 @@ class Library:
         return self._delete(path)
 
     def sweep_markers(self) -> int:
-        """Delete old markers without a record from tiers without a limit, which nothing else scans; returns how many.
+        """Delete old markers without a record from tiers without a limit.
 
-        Lists these tiers. Raises TierUnavailable.
+        Nothing else scans these. Lists them. Returns how many went. Raises TierUnavailable.
         """
         return self._stack.sweep_markers()
 

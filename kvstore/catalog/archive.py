@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 from blake3 import blake3
 
-from kvstore.catalog.inventory import Advance, Item, checked
+from kvstore.catalog.inventory import Advance, Item, checked, is_index
 from kvstore.errors import CorruptRecord, StoreError
 from kvstore.private_files import private_opener
 from kvstore.tiers.base import Tier
@@ -163,7 +163,8 @@ def take_in(
     What is there already is left as it is, so that an import that was interrupted is simply run again.
 
     Args:
-        fingerprint: digest of the model that KV must be of; None takes any.
+        fingerprint: digest of the model that records must be of; None takes any. Files' indices are an embedder's, and
+            taken as well.
 
     Raises:
         BadArchive, TierUnavailable.
@@ -174,7 +175,7 @@ def take_in(
         place = RecordPath.parse(entry.path)
         if place is None or place.quarantined:
             refused.append((entry.path, "not a record's path"))
-        elif fingerprint not in (None, place.fingerprint) and place.kind != "embedding":  # files' indices
+        elif fingerprint not in (None, place.fingerprint) and not _is_index(archive, place, entry):
             refused.append((entry.path, "of another model"))
         elif tier.contains(entry.path):
             present += 1
@@ -186,6 +187,15 @@ def take_in(
                 refused.append((entry.path, str(error)))
         advance(entry.size)
     return Imported(added, present, tuple(refused))
+
+
+def _is_index(archive: Archive, place: RecordPath, entry: Listed) -> bool:
+    """True for a file's index record (`kvstore.search.record`)."""
+    buffer = archive.get(entry.path) if place.kind == "embedding" else None
+    try:
+        return buffer is not None and is_index(buffer)
+    except CorruptRecord:
+        return False
 
 
 def _store(tier: Tier, archive: Archive, entry: Listed) -> None:

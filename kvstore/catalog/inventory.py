@@ -248,9 +248,14 @@ def index_paths(tier: Tier, found: Contents, model: str | None) -> set[str]:
         if item.kind == "embedding" and item.fingerprint != model and not item.quarantined:
             with suppress(CorruptRecord):
                 buffer = tier.get(item.path)
-                if buffer is not None and "counts" in read_metadata(buffer)["meta"]:
+                if buffer is not None and is_index(buffer):
                     paths.add(item.path)
     return paths
+
+
+def is_index(buffer: pa.Buffer | bytes) -> bool:
+    """True for a file's index record. Raises CorruptRecord."""
+    return "counts" in read_metadata(buffer)["meta"]
 
 
 def derived_from(tier: Tier, found: Contents, content: str, owner: str, reason: str) -> list[Removal]:

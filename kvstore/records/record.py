@@ -86,7 +86,10 @@ class EmbeddingRecord(_Record):
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the numbers, and of what stands beside them: a file's index has its parts' texts there."""
+        """Bytes of the numbers, and of what stands beside them.
+
+        A file's index has its parts' texts there.
+        """
         return self.embeddings.nbytes + len(json.dumps(dict(self.meta)))
 
 

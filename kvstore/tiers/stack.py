@@ -282,7 +282,7 @@ class TierStack:
         return self.budgets[-1].price(tenant_digest(tenant)) if self.budgets else 0.0
 
     def remove(self, path: str, markers: Collection[str] = ()) -> bool:
-        """Delete a record from every tier, quarantined copies too, then its markers, as far as they are known.
+        """Delete a record from every tier, quarantined copies too, then its markers.
 
         Raises TierUnavailable after trying all.
         """

@@ -114,38 +114,40 @@ class PinnedRing:
     def send_groups(self, groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """`send`, where each group is in memory of its own: it is freed when the group is."""
         sent, block, used = list[list[Tensor]](), None, 0
-        for tensors in groups:
-            starts = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0))
-            memory = self._stream.empty(starts[-1])
-            pieces = deque(
-                placed
-                for tensor, start in zip(tensors, starts, strict=False)
-                for placed in _pieces(tensor, self._block - _ALIGNMENT, start)
-            )
-            while pieces:
-                if block is None:
-                    block, used = self._next(), 0
-                first = end = pieces[0][0]
-                begin = first // _ALIGNMENT * _ALIGNMENT  # so that views of the block are aligned as the memory's are
-                while pieces and used + pieces[0][0] + pieces[0][1].nbytes - begin <= self._block:
-                    at, piece = pieces.popleft()
-                    end = at + piece.nbytes
-                    place = block[used + at - begin : used + end - begin]
-                    place.view(piece.dtype).view(piece.shape).copy_(piece)
-                if end > first:
-                    self._stream.copy(memory[first:end], block[used + first - begin : used + end - begin])
-                    used += _aligned(end - begin)
-                if pieces:
-                    self._free.append((block, self._stream.event()))
-                    block = None
-            sent.append(
-                [
-                    memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        try:
+            for tensors in groups:
+                starts = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0))
+                memory = self._stream.empty(starts[-1])
+                pieces = deque(
+                    placed
                     for tensor, start in zip(tensors, starts, strict=False)
-                ]
-            )
-        if block is not None:
-            self._free.append((block, self._stream.event()))
+                    for placed in _pieces(tensor, self._block - _ALIGNMENT, start)
+                )
+                while pieces:
+                    if block is None:
+                        block, used = self._next(), 0
+                    first = end = pieces[0][0]
+                    begin = first // _ALIGNMENT * _ALIGNMENT  # views are aligned as the memory's are
+                    while pieces and used + pieces[0][0] + pieces[0][1].nbytes - begin <= self._block:
+                        at, piece = pieces.popleft()
+                        end = at + piece.nbytes
+                        place = block[used + at - begin : used + end - begin]
+                        place.view(piece.dtype).view(piece.shape).copy_(piece)
+                    if end > first:
+                        self._stream.copy(memory[first:end], block[used + first - begin : used + end - begin])
+                        used += _aligned(end - begin)
+                    if pieces:
+                        self._free.append((block, self._stream.event()))
+                        block = None
+                sent.append(
+                    [
+                        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                        for tensor, start in zip(tensors, starts, strict=False)
+                    ]
+                )
+        finally:  # also where the device has no memory left
+            if block is not None:
+                self._free.append((block, self._stream.event()))
         self._stream.precede(self._stream.event())
         return sent
 

@@ -14,7 +14,7 @@ class EngineSpec(ModelEngineSpec):
     Attributes:
         max_batch_tokens: tokens of one forward at most.
         hand_off: True: decode engines pull KV from it.
-        device_bytes: GPU memory for copies of stored chunks, on each rank.
+        device_bytes: GPU memory for copies of stored chunks, of one rank; several keep none.
         buckets: lengths, in tokens, to which forwards are padded, and on a GPU captured as graphs.
     """
 

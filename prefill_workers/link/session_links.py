@@ -199,7 +199,7 @@ class SessionLinks:
         served = choose(
             found,
             matches,
-            session.segments,
+            [self._allowed(kept) for kept in session.segments],
             exact=request.mode.kind is ModeKind.EXACT
             or ref.survivors is Survivors.EXACT
             or not self._allows(OperatingPoint.SURVIVED),
@@ -212,6 +212,14 @@ class SessionLinks:
         loads = [None if kv is None else load(kv.key) for kv in served]
         patches = [load(kv.patch) if kv is not None and kv.patch else None for kv in served]
         return SessionPlan(session, found, matches, served, loads, patches, opened=opened)
+
+    def _allowed(self, segment: KeptSegment) -> KeptSegment:
+        """The segment without KV of operating points that are switched off; what idle time computes is exact."""
+
+        def allowed(kv: KeptKV | None) -> KeptKV | None:
+            return kv if kv is not None and all(self._allows(OperatingPoint(point)) for point in kv.points) else None
+
+        return replace(segment, conditioned=allowed(segment.conditioned), mended=allowed(segment.mended))
 
     def contents(self, request: PrefetchRequest) -> Collection[str]:
         """Contents of which the session of a prompt on its way keeps KV, as far as memory knows."""
@@ -282,36 +290,41 @@ class SessionLinks:
 
     def _kept(self, plan: LinkPlan, session: SessionPlan) -> tuple[KeptSegment, ...]:
         kept: list[KeptSegment] = []
-        is_exact = True
+        is_exact, points = True, dict[str, None]()  # approximate ones up to here
         for i, segment in enumerate(session.segments[:_MOST_SEGMENTS]):
             kv, old = session.served[i], session.matches[i].old
             before = None if old is None else session.session.segments[old]
             chunk = None if segment.chunk is None else plan.chunks[segment.chunk]
             is_exact = is_exact and (chunk is None or chunk.made_at in EXACT_POINTS)
+            if chunk is not None and chunk.made_at not in (*EXACT_POINTS, OperatingPoint.SURVIVED):
+                points[str(chunk.made_at)] = None
             if kv is not None:
                 assert before is not None
                 is_exact = is_exact and session.points[i] is OperatingPoint.PREFIX
+                points |= dict.fromkeys(kv.points)
                 idle = (before.refreshed, before.ahead, before.mended)
                 refreshed, ahead, mended = (None if one is kv else one for one in idle)
                 kept.append(replace(before, conditioned=kv, refreshed=refreshed, ahead=ahead, mended=mended))
                 continue
             content = "" if chunk is None else chunk.span.content
             text = () if content else tuple(map(int, plan.request.token_ids[segment.start : segment.stop]))
-            conditioned = self._read(plan, session, i, content, is_exact=is_exact)
+            conditioned = self._read(plan, session, i, content, is_exact=is_exact, points=tuple(points))
             refreshed = None if before is None else before.refreshed
             kept.append(KeptSegment(segment.id, len(segment), content, text, conditioned, refreshed))
         return tuple(kept)
 
-    def _read(self, plan: LinkPlan, session: SessionPlan, i: int, content: str, *, is_exact: bool) -> KeptKV:
+    def _read(
+        self, plan: LinkPlan, session: SessionPlan, i: int, content: str, *, is_exact: bool, points: tuple[str, ...]
+    ) -> KeptKV:
         """Read a segment's KV out of a link's blocks, and store it."""
         segment, request = session.segments[i], plan.request
         kv = self._engine.read_kv(plan.sequence.blocks, segment.start, len(segment))
         seconds = plan.compute_ms * 1e-3 * len(segment) / max(plan.tokens_computed, 1)
         behind = [span.content for span in request.chunks if span.stop <= segment.start]
         behind += chain.from_iterable(session.knows[:i])  # what it learnt of these from survivors in front of it
-        return self.store_segment(
-            request.tenant, kv, session.positions[i], session.front(i), content, behind, seconds, is_exact=is_exact
-        )
+        at, front = session.positions[i], session.front(i)
+        kept = self.store_segment(request.tenant, kv, at, front, content, behind, seconds, is_exact=is_exact)
+        return replace(kept, points=points)
 
     def store_segment(
         self,

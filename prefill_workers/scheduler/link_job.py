@@ -112,6 +112,17 @@ class LinkJob:
         self.pending = merge_runs([*self.pending, *self.plan.runs_between(self.reached, frontier)])
         self.reached = frontier
 
+    def drop_streams(self) -> bool:
+        """Wait for whole chunks after all, and compute again from the first of them on; False: none streams in."""
+        streaming = [chunk for chunk in self.plan.chunks if chunk.state is ChunkState.STREAMING]
+        if not streaming:
+            return False
+        for chunk in streaming:
+            chunk.drop_stream()
+        self.may_stream, self.streams = False, []
+        self.go_back_to(min(chunk.span.start for chunk in streaming))
+        return True
+
     def go_back_to(self, token: int) -> None:
         """Discard what was computed from this token on."""
         if token < self.reached:

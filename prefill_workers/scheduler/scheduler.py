@@ -36,6 +36,7 @@ from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.sampling import are_finite, draw
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.linker import Linker
+from prefill_workers.link.plan import ChunkState
 from prefill_workers.link.prefix_hits import coming
 from prefill_workers.protocol import NonFiniteLogits, PixelsNeeded
 from prefill_workers.scheduler.cost_model import ForwardCostModel
@@ -359,12 +360,15 @@ class Scheduler:
             if job.pending and self._linker.prefixes is not None:
                 self._linker.prefixes.keep(job.plan, job.pending[0].start)
         for job, load in batch.streams:
-            if load.is_late:
+            if load.is_late and load.chunk.state is ChunkState.STREAMING:  # else it has failed, and was computed
                 load.chunk.drop_stream()
                 job.may_stream = False
                 job.go_back_to(load.chunk.span.start)
         if result.logits is not None:
             for i, scores, is_sound in zip(batch.ending, result.logits, are_finite(result.logits), strict=True):
                 job = batch.work[i][0]
-                if job.reached == len(job.plan.sequence):  # else it goes back: a layer came too late for the forward
-                    self._end_prompt(job, scores, is_sound=is_sound)
+                if job.reached < len(job.plan.sequence):  # it goes back: a layer came too late for the forward
+                    continue
+                if not is_sound and job.drop_streams():  # what streamed in is named once its load has ended
+                    continue
+                self._end_prompt(job, scores, is_sound=is_sound)

@@ -18,6 +18,7 @@ class KeptKV:
 
     `behind` are the ids of what stood in front when it was computed; `is_exact`: it equals a full prefill behind just
     these. `nbytes` are the KV's. `patch`: the KV is the record's with a removal patch, this other record.
+    `points`: approximate operating points at which it, or what stands in front of it, was linked.
     """
 
     key: str
@@ -26,6 +27,7 @@ class KeptKV:
     nbytes: int
     patch: str = ""
     patch_nbytes: int = 0
+    points: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -169,7 +171,8 @@ class Session:
             if kv is None:
                 return None
             behind = tuple(ids[place] for place in kv["behind"])  # type: ignore[attr-defined]
-            return KeptKV(**{**kv, "behind": behind})  # type: ignore[arg-type]
+            points = tuple(kv.get("points", ()))  # type: ignore[arg-type]
+            return KeptKV(**{**kv, "behind": behind, "points": points})  # type: ignore[arg-type]
 
         segments = tuple(
             KeptSegment(

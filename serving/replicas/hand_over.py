@@ -84,7 +84,10 @@ class HandOver:
         return handed
 
     async def leave_node(self) -> None:
-        """Move what lies in this node's object store to the nodes of replicas that stay, if none stays on this one."""
+        """Move what lies in this node's object store to the nodes of replicas that stay.
+
+        Where one stays on this node, nothing is moved.
+        """
         if self._outlives is not Lifetime.STORE:
             return
         try:

@@ -126,7 +126,10 @@ class Service:
         return time.monotonic() - began
 
     def reused(self, pages: Iterable[int], mode: str) -> dict[int, int]:
-        """Tokens that are linked rather than computed of each page, one question about each; of those that are."""
+        """Tokens of each page that are linked rather than computed, of those that are.
+
+        One question about each page.
+        """
         found = {number: self._reused(number, mode) for number in pages}
         return {number: tokens for number, tokens in found.items() if tokens}
 
@@ -158,7 +161,10 @@ def _scaled_down(service: Service, number: int) -> Turn:
 
 
 def linked_tokens(orbit: Mapping[str, Any]) -> int:
-    """Tokens of a report's chunks whose KV was there; with stored embeddings alone they are computed."""
+    """Tokens of a report's chunks whose KV was there.
+
+    With stored embeddings alone they are computed.
+    """
     return sum(chunk["tokens"] for chunk in orbit["chunks"] if OperatingPoint(chunk["operating_point"]).is_reuse)
 
 

@@ -211,3 +211,21 @@ def test_what_is_used_least_leaves_first_and_what_never_fits_is_not_kept() -> No
     assert cache.put(new, "new", 50)
     assert (cache.get(often), cache.get(once), cache.get(new)) == ("often", None, "new")
     assert cache.nbytes == 100
+
+
+def test_a_device_without_memory_costs_no_block_of_the_ring(
+    device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, enough = PinnedRing(device.stream, 4 * 768), device.stream.empty
+
+    def scarce(nbytes: int) -> Tensor:
+        if nbytes > 512:
+            raise torch.OutOfMemoryError("injected")
+        return enough(nbytes)
+
+    monkeypatch.setattr(device.stream, "empty", scarce)
+    for _ in range(4):
+        with pytest.raises(torch.OutOfMemoryError):
+            ring.send_groups([[torch.ones(8)], [torch.ones(1000)]])
+    (copy,) = ring.send([torch.ones(8)])
+    assert torch.equal(copy, torch.ones(8))

@@ -18,7 +18,8 @@ from prefill_workers.compaction.plan import CompactionPlan, compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
-from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.link.lookups import Lookup
+from prefill_workers.link.plan import ChunkPlan, ChunkState, LinkPlan
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.prefix_digests import prefix_chain
@@ -319,3 +320,27 @@ def test_decode_engines_are_offered_the_entries_and_the_whole_kv_is_nobodys_afte
     assert loop._pool.leases == 1, "the other of its two readers"
     loop._pool.read(result.lease)
     assert loop._pool.free == loop._pool.total
+
+
+def test_nan_behind_what_streams_in_waits_for_the_load_that_says_whose_it_is(scheduler: Scheduler):
+    one, span = job(64), ChunkSpan("content", "image", 0, 16, 0, 16)
+    outcome = ChunkOutcome(16, OperatingPoint.PATCHED, 0, "")
+    chunk = ChunkPlan(span, "key", "patch", (), 0, outcome, lookup=Lookup())
+    one.plan.chunks.append(chunk)
+    admit(scheduler, one)
+    chunk.begin_stream(cast(Any, object()))
+    scheduler.update(scheduler.schedule(), ForwardResult(torch.tensor([[1.0, torch.nan]]), 1e-3))
+    assert not one.done.done()
+    assert (chunk.state, one.reached, one.may_stream) == (ChunkState.LOADING, 0, False)
+
+
+def test_a_stream_that_failed_before_its_forward_ran_is_no_late_one(scheduler: Scheduler):
+    one, span = job(64), ChunkSpan("content", "image", 0, 16, 0, 16)
+    chunk = ChunkPlan(span, "key", "patch", (), 0, ChunkOutcome(16, OperatingPoint.PATCHED, 0, ""))
+    chunk.settle(OperatingPoint.RECOMPUTED)
+    one.plan.chunks.append(chunk)
+    admit(scheduler, one)
+    batch = scheduler.schedule()
+    assert batch is not None
+    load: Any = SimpleNamespace(chunk=chunk, is_late=True, waited=0.0)
+    assert scheduler.update(replace(batch, streams=[(one, load)]), ForwardResult(None, 1e-3)) == [one]

@@ -257,3 +257,12 @@ def test_a_session_that_is_deleted_during_a_link_stays_deleted(rig: Rig):
     rig.finish(request, under_way, seed=1)
     assert rig.links.store.get("acme", SESSION.id) is None
     assert rig.links.store.nbytes == 0
+
+
+def test_kv_made_at_a_point_that_is_switched_off_since_does_not_serve(rig: Rig):
+    parts = HEAD, "1", "a", "2", [7]
+    request = rig.request(*parts)
+    rig.finish(request, rig.plan(request), 0, made_at=OperatingPoint.PATCHED)
+    assert set(rig.plan(rig.request(*parts)).points[1:]) == {OperatingPoint.SURVIVED}
+    rig.disabled.add(OperatingPoint.PATCHED)
+    assert rig.plan(rig.request(*parts)).points == [OperatingPoint.PREFIX, *[None] * 4]

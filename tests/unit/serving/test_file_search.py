@@ -384,7 +384,7 @@ async def test_a_streamed_response_that_fails_at_once_has_a_status_and_later_an_
     service.roles.failures["link"] = [Overloaded("the queue is full")]
     with pytest.raises(openai.RateLimitError):
         await service.sdk().responses.create(model=MODEL, input="?", stream=True)
-    service.says(call("chapter"), "never")
+    service.says("I look it up. " + call("chapter"), "never")
     service.roles.failures["link"] = [None, Overloaded("the queue is full")]
     tool: Any = {"type": "file_search", "vector_store_ids": [service.store]}
     answer = await service.sdk().responses.create(model=MODEL, input="?", tools=[tool], stream=True)
