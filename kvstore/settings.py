@@ -51,8 +51,8 @@ class LibrarySettings(BaseModel):
         default=1 * GIB,
         ge=0,
         description="GPU memory of a prefill worker of one rank, beside what gpu_memory_utilization gives vLLM, for "
-        "copies of the records in its memory that are used most: these are linked without a copy from the host. Several "
-        "ranks keep none.",
+        "copies of the records in its memory that are used most: these are linked without a copy from the host. Of "
+        "several ranks none keeps any.",
     )
     object_store_bytes: int = Field(
         default=1 * GIB,
