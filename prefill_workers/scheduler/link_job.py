@@ -113,7 +113,10 @@ class LinkJob:
         self.reached = frontier
 
     def drop_streams(self) -> bool:
-        """Wait for whole chunks after all, and compute again from the first of them on; False: none streams in."""
+        """Wait for whole chunks after all, and compute again from the first of them on.
+
+        False: none streams in.
+        """
         streaming = [chunk for chunk in self.plan.chunks if chunk.state is ChunkState.STREAMING]
         if not streaming:
             return False

@@ -112,6 +112,7 @@ FIGURES = (
     ("elastic", "throughput_8k", "decode steps a second at a fifth of 8,192 tokens' KV over at all of it; batch 8"),
     ("elastic", "concurrency", "answers at once in the same pool, the same way"),
     ("lazy", "bytes_with_vla", "KV bytes with lazy layers over without, at most 0.01 of answers lost; GQA or MHA"),
+    ("lazy", "lost", "the same: answers that come out otherwise, on prompts that had no part in the choice"),
     ("overhead", "median_ms", "ms of a text request that are not engine time"),
     ("patch-apply", "gib_per_second", "GiB a second: load, relocate, patch, write 1,024 tokens"),
     ("patch-apply", "fraction_of_copy", "the same over a plain copy"),
