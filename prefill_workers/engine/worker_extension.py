@@ -201,8 +201,8 @@ class WorkerExtension:
             )
             return False
         dtype = self.model_runner.vllm_config.model_config.dtype
-        kept = DeviceCache(device_bytes if ranks == 1 else 0)  # of several, each call brings objects that end with it
-        self._writer = DeviceWriter(pages, layout, dtype, self._ring, kept)
+        device_bytes = device_bytes if ranks == 1 else 0  # of several, each call brings objects that end with it
+        self._writer = DeviceWriter(pages, layout, dtype, self._ring, DeviceCache(device_bytes))
         nothing = torch.zeros(layout.layers, 1, layout.features, dtype=dtype)
         self.place([Placement(nothing, None, 0, torch.tensor([block * size]))])  # compiled before a request needs it
         return True

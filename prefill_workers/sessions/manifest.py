@@ -171,7 +171,7 @@ class Session:
             if kv is None:
                 return None
             behind = tuple(ids[place] for place in kv["behind"])  # type: ignore[attr-defined]
-            points = tuple(kv.get("points", ()))  # type: ignore[arg-type]
+            points: tuple[str, ...] = tuple(kv.get("points", ()))  # type: ignore[arg-type]
             return KeptKV(**{**kv, "behind": behind, "points": points})  # type: ignore[arg-type]
 
         segments = tuple(
