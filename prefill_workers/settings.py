@@ -156,7 +156,7 @@ class PrefillSettings(BaseModel):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks over which one replica's model is split.")
     block_size: int | None = Field(
-        None, description="Tokens per KV block, the same on decode workers. None: vLLM's choice for the platform."
+        None, description="Tokens per KV block, the same on decode workers. None: 64 on a GPU, on a CPU vLLM's choice."
     )
     max_batch_tokens: int = Field(4096, ge=64, description="Tokens of one forward; longer runs go on in the next one.")
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(

@@ -218,6 +218,10 @@ class OrbitServeConfig(Settings):
         if template is not None and os.path.isfile(file := os.path.expanduser(template)):
             template = os.path.abspath(file)  # else it is the text itself, which may be too long for a path
         directory = library.directory and _absolute(library.directory)
+        retriever, kind = self.retriever, "path:"
+        if retriever.embedder.startswith(kind):
+            folder = _absolute(Path(retriever.embedder.removeprefix(kind)))
+            retriever = retriever.model_copy(update={"embedder": f"{kind}{folder}"})
         files = ("api_keys_file", "tls_certificate", "tls_key")
         of_http = {name: _absolute(file) for name in files if (file := getattr(http, name)) is not None}
         return self.model_copy(
@@ -227,6 +231,7 @@ class OrbitServeConfig(Settings):
                 "library": library.model_copy(update={"directory": directory, "url": _absolute_url(library.url)}),
                 "files_url": _absolute_url(self.files_url),
                 "access_log": log.model_copy(update={"directory": log.directory and _absolute(log.directory)}),
+                "retriever": retriever,
                 "autoscale": scaling.model_copy(update={"log": scaling.log and _absolute(scaling.log)}),
             }
         )

@@ -389,3 +389,9 @@ def test_places_are_those_of_the_decode_workers_that_there_are(checkpoint: Path)
     }
     assert OrbitServeConfig.model_validate(values).places == 32
     assert OrbitServeConfig.model_validate({**values, "autoscale": {"mode": "act"}}).places == 256
+
+
+def test_an_embedders_folder_is_told_from_the_root(checkpoint: Path):
+    values = {"model": {"path": checkpoint}, "retriever": {"embedder": "path:models/e"}}
+    found = OrbitServeConfig.model_validate(values)._anchored()
+    assert found.retriever.embedder == f"path:{Path('models/e').absolute()}"
