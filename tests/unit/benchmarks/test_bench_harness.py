@@ -29,7 +29,6 @@ UNRECORDED = {
     "lazy",
     "mrag",
     "scale-down",
-    "video-segments",
 }  # no whole run of them was made yet
 
 
