@@ -51,12 +51,12 @@ _BATCH = 8
 Frames = tuple[NDArray[np.uint8], dict[str, Any]]
 
 
-def run(quick: bool, console: Console) -> Outcome:
+def run(quick: bool, console: Console, items: int | None = None) -> Outcome:
     """Measure both families' reference models."""
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=len(os.sched_getaffinity(0))))
     from serving.bench.fidelity.reader import Reader
 
-    count = 8 if quick else 100
+    count = items or (8 if quick else 100)
     figures: dict[str, float] = {}
     tables: dict[str, dict[str, dict[str, float]]] = {}
     for kind, family in KINDS.items():
@@ -171,4 +171,5 @@ BENCHMARK = Benchmark(
     "What cutting a clip into segments changes in answers about drawn videos, and what patches and blind reuse lose.",
     run,
     {},
+    takes_items=True,
 )
