@@ -1,7 +1,7 @@
 """NIXL agents whose threads leave processors to others.
 
-NIXL gives each agent a thread that polls UCX without pause, and that holds the agent's lock as it polls: beside other
-work on two cores, the thread that asks for a transfer waited for minutes.
+NIXL gives each agent a thread that polls UCX without pause: beside other work on two cores, the thread that asks for a
+transfer has waited for minutes.
 """
 
 from __future__ import annotations
