@@ -247,7 +247,7 @@ class SessionStore:
         return dropped
 
     def _unheld(self, places: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-        """Those of some records that no session holds."""
+        """Records of these that no session holds."""
         return {place for place in places if place not in self._holders}
 
     def _make_room(self, current: Name) -> list[tuple[str, str]]:
