@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -32,10 +32,11 @@ from kvstore.records.keys import DYNAMIC_TENANT, is_shared, owned_content_id
 from kvstore.tiers.base import Entry
 from kvstore.tiers.paths import ORPHAN_SECONDS
 from kvstore.uploads.files import FileStore
-from kvstore.uploads.ids import DIGITS, NANOSECONDS, Place, new_id, next_stamp, place_of, stamp_of
+from kvstore.uploads.ids import DIGITS, Place, new_id, next_stamp, stamp_of
 from kvstore.uploads.index_states import ROOT as _STATES
 from kvstore.uploads.index_states import IndexStates
 from kvstore.uploads.json_objects import JsonObjects
+from kvstore.uploads.references import Activity, Attributes, Batch, Reference, Summary, VectorStore
 
 _STORES, _ACTIVITY, _FILES, _BATCHES = "stores/", "store-activity/", "store-files/", "store-batches/"
 _INDEX, _REMOVED = "references/", "store-removed/"
@@ -49,82 +50,6 @@ _DAY = 24 * 3600
 _HELD_SECONDS = 60.0  # after this what is held is taken to stay so: a deletion is noted before its file goes
 _ACTIVITY_SECONDS = 3600.0  # use in requests is noted this often at most
 _REMOVED_SECONDS = 24 * 3600.0  # for which a cursor may name a file that was taken out of a store
-
-Attributes = Mapping[str, str | float | bool]
-
-
-@dataclass(frozen=True)
-class VectorStore:
-    """A reference set. `created_at` in Unix seconds; `expires_days` counts from its last use."""
-
-    id: str
-    name: str
-    created_at: int
-    description: str | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    expires_days: int | None = None
-    owner: str = DYNAMIC_TENANT
-
-    def is_visible(self, tenant: str) -> bool:
-        """True if a tenant may know of it."""
-        return self.owner in (DYNAMIC_TENANT, tenant)
-
-    @property
-    def place(self) -> Place:
-        """Place among all stores, by the order of creation."""
-        return place_of(self.id, self.created_at)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """One file of a store.
-
-    `tenant` uploaded it; `content` is its content id with the store's owner. `added`: when it came into the store, in
-    Unix nanoseconds; 0 in references of earlier versions. `chunking`: tokens of a text's passages, and by how many two
-    of them overlap; None: the defaults.
-    """
-
-    file: str
-    store: str
-    tenant: str
-    content: str
-    bytes: int
-    created_at: int
-    attributes: Attributes = field(default_factory=dict)
-    added: int = 0
-    chunking: Sequence[int] | None = None
-
-    @property
-    def place(self) -> Place:
-        """Place in its store, by the order in which files were added."""
-        return self.added or self.created_at * NANOSECONDS, self.file
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Files that were added to a store in one call."""
-
-    id: str
-    store: str
-    created_at: int
-    files: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Activity:
-    """Last use of a store, Unix seconds."""
-
-    at: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Totals of a store's listing; needs none of its files read."""
-
-    files: int
-    bytes: int
-    last_active_at: int
-    expires_at: int | None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from kvstore.errors import StoreError, UnknownVectorStore
 from kvstore.search.filters import InvalidFilter, check_filter
 from kvstore.uploads.index_states import IndexState
-from kvstore.uploads.vector_stores import Reference, VectorStore, VectorStores
+from kvstore.uploads.references import Reference, VectorStore
+from kvstore.uploads.vector_stores import VectorStores
 from serving.api.errors import NotAvailable
 from serving.frontend.errors import InvalidRequest
 from serving.retrieval.protocol import Hit, RetrieverRole, Search, SearchAnswer, SearchRefused

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.uploads.ids import Place
 from kvstore.uploads.index_states import Known
-from kvstore.uploads.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
+from kvstore.uploads.references import Attributes, Batch, Reference, VectorStore
+from kvstore.uploads.vector_stores import VectorStores
 from serving.api.errors import Forbidden, NotAvailable
 from serving.api.files import OnDelete
 from serving.api.media import MediaResolver

@@ -21,7 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 from kvstore.errors import StoreError, UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, is_shared
 from kvstore.uploads.files import FileStore
-from kvstore.uploads.vector_stores import Reference, VectorStores
+from kvstore.uploads.references import Reference
+from kvstore.uploads.vector_stores import VectorStores
 from serving.api.errors import TooLarge
 from serving.api.images import ResolvedImage
 from serving.api.media import MediaResolver

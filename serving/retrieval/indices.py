@@ -26,7 +26,8 @@ from kvstore.search.record import index_record, read_index_record
 from kvstore.search.vectors import vector_bytes
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.index_states import State
-from kvstore.uploads.vector_stores import Reference, VectorStores
+from kvstore.uploads.references import Reference
+from kvstore.uploads.vector_stores import VectorStores
 from serving.errors import RoleUnavailable
 from serving.retrieval.batching import MicroBatcher
 from serving.retrieval.embedders.base import Embedder, EmbedderFailed, Item
