@@ -27,7 +27,6 @@ UNRECORDED = {
     "cluster",
     "elastic",
     "lazy",
-    "mrag",
     "scale-down",
 }  # no whole run of them was made yet
 
