@@ -26,7 +26,6 @@ UNRECORDED = {
     "autoscale",
     "cluster",
     "elastic",
-    "lazy",
     "scale-down",
 }  # no whole run of them was made yet
 
