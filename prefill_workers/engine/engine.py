@@ -1,6 +1,6 @@
-"""The prefill engine: vLLM's executor with our worker extension, guarded by a self-check.
+"""The prefill engine: vLLM's executor with our worker extension.
 
-vLLM loads the model, sizes and registers the KV pool and runs the kernels; only the self-check uses its scheduler.
+vLLM loads the model, sizes and registers the KV pool and runs the kernels; only `self_check` uses its scheduler.
 Everything afterwards goes through `worker_extension.WorkerExtension`, on blocks that `block_pool.BlockPool` owns.
 
 Checked on vLLM 0.32.0. With `worker_extension.py` and `attention_layers.py` this is all that knows vLLM's internals.
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +27,13 @@ from infra.nixl_handshake import shake_hands
 from infra.vllm_arguments import hand_off_arguments, shared_tensors
 from infra.vllm_env import BLOCK_SIZE, NIXL_HOST
 from infra.vllm_plugin import NIXL_PORT
-from kvstore.operator.apply import relocate
 from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.records.keys import embedding_key
 from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.attention_layers import UnsupportedEngine
-from prefill_workers.engine.batch import Attending, Observing, assemble
+from prefill_workers.engine.batch import Attending, Observing, RunBatch, assemble
 from prefill_workers.engine.device_timer import DeviceSpan
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
@@ -46,21 +45,7 @@ from prefill_workers.engine.worker_extension import LayerSource
 from prefill_workers.model_card import measured
 from prefill_workers.sequence import LinkSequence, Run
 
-NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
-
 _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: four patches of 14 x 14, as most have
-
-
-class CheckOutcome(NamedTuple):
-    """One self-check: its name, whether it passed, and what was measured."""
-
-    name: str
-    passed: bool
-    detail: str
-
-
-class SelfCheckError(RuntimeError):
-    """The engine does not compute what it must; it refuses to serve."""
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -122,19 +107,6 @@ def check_hand_off(layout: Layout, prefill_ranks: int, decode_ranks: int) -> Non
         )
 
 
-class _Known(NamedTuple):
-    """KV [layers, tokens, features] that comes in layer by layer at once (self-check)."""
-
-    slots: Tensor
-    kv: Tensor
-
-    def layer(self, index: int, deadline: float) -> Tensor:
-        return self.kv[index]
-
-    def stored(self, index: int, deadline: float) -> Placement:
-        return Placement(self.kv[index : index + 1], None, 0, self.slots)
-
-
 class PrefillEngine:
     """One model on one worker group.
 
@@ -161,7 +133,7 @@ class PrefillEngine:
         self.tells_attention: bool = facts["tells_attention"]  # whether `attend_first` can be asked
         self.not_compactable: str | None = facts["not_compactable"]  # why `compact` must not be asked
         self._calls.times_on_device = facts["times_on_device"]
-        self._quantum: float = facts["quantum"]
+        self.quantum: float = facts["quantum"]  # relative step of KV kept in fewer bits; else 0
         self._is_lazy = False
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
@@ -194,7 +166,7 @@ class PrefillEngine:
     @property
     def has_quantised_kv(self) -> bool:
         """True if the pages hold KV in fewer bits than it is read in."""
-        return self._quantum > 0
+        return self.quantum > 0
 
     @property
     def _buckets(self) -> Sequence[int]:
@@ -251,6 +223,19 @@ class PrefillEngine:
         """
         ranks = self._call_all("attend_first", assemble(work, self.block_size), asked)
         return [torch.stack(parts).sum(0) for parts in zip(*ranks, strict=True)]
+
+    def first_attention_gap(self, batch: RunBatch) -> float:
+        """Relative gap of the first layer's attention to that of its queries and stored KV, of the worst rank.
+
+        `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two layers.
+        """
+        return max(self._call_all("first_attention_gap", batch))
+
+    def vllm_logprobs(self, token_ids: list[int], count: int) -> dict[int, float]:
+        """Log-probabilities of the `count` likeliest next tokens by vLLM's own scheduler, before anything is served."""
+        sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=count, detokenize=False)
+        (answer,) = self._llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
+        return {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
 
     @property
     def accepts_layerwise_kv(self) -> bool:
@@ -448,144 +433,3 @@ class PrefillEngine:
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         return self._calls.all(method, *arguments)
-
-    # -- self-check ---------------------------------------------------------------------------------------------------
-
-    def self_check(self) -> list[CheckOutcome]:
-        """Compare this engine with vLLM's own prefill, and ways of writing KV with each other.
-
-        Call before serving.
-
-        In fp32 agreement is held to 1e-4 in log-probability and 1e-4 in relocated KV of all layers. In fewer bits the
-        log-probability is held to what one more or one fewer split of a matrix product may change, and relocation to
-        rounding in the first layer: behind an attention, KV that was rounded elsewhere differs by more than that.
-        """
-        exact = self.dtype == torch.float32
-        generator = torch.Generator().manual_seed(7)
-        vocabulary = min(self.config.model_config.get_vocab_size(), 256)
-        n = min(3 * self.block_size + 5, self.max_model_len - 2)
-        tokens = torch.randint(0, vocabulary, (n,), generator=generator)
-        blocks = list(range(1, 2 + n // self.block_size))
-        sequence = LinkSequence(tokens.int(), self._text_positions(0, n), blocks)
-
-        reference = (
-            self._llm.generate(
-                [{"prompt_token_ids": tokens.tolist()}],
-                SamplingParams(max_tokens=1, temperature=0, logprobs=5, detokenize=False),
-                use_tqdm=False,
-            )[0]
-            .outputs[0]
-            .logprobs[0]
-        )
-        cuts = [0, n // 3, n // 2, n]
-        split = [Run(a, b) for a, b in pairwise(cuts)]
-        outcomes = []
-        for name, runs in (("forward equals vLLM's prefill", [Run(0, n)]), ("split runs equal one run", split)):
-            logprobs = self.logits([(sequence, runs)])[-1].log_softmax(-1)
-            worst = max(abs(float(logprobs[token]) - entry.logprob) for token, entry in reference.items())
-            outcomes.append(
-                CheckOutcome(name, worst <= (1e-4 if exact else 0.15), f"log-probability off by {worst:.2g}")
-            )
-
-        stored = self.read_kv(blocks, 3, n - 5)
-        spare = list(range(self.num_blocks - len(blocks), self.num_blocks))
-        self.write_kv(stored, self.slots(spare, 1, 1 + stored.shape[1]))
-        same = torch.equal(self.read_kv(spare, 1, stored.shape[1]), stored)
-        outcomes.append(CheckOutcome("KV written equals KV read", same, "bit for bit" if same else "they differ"))
-
-        if self.places_on_device:
-            delta = 41
-            self.place([Placement(stored, None, delta, self.slots(spare, 1, 1 + stored.shape[1]))])
-            placed, expected = self.read_kv(spare, 1, stored.shape[1]), relocate(stored, delta, self.layout)
-            worst = float((placed - expected).float().abs().max() / expected.float().abs().max())
-            allowed = 1e-6 if exact else torch.finfo(self.dtype).eps + self._quantum
-            outcomes.append(
-                CheckOutcome("KV placed by the kernel equals the operator", worst <= allowed, f"off by {worst:.2g}")
-            )
-            self.write_kv(stored, self.slots(spare, 1, 1 + stored.shape[1]))
-
-        ran = min(2, self.layout.layers)
-        self.forward_first([(LinkSequence(sequence.token_ids, sequence.positions, spare), split)], ran)
-        whole, partial = self.read_kv(blocks, 0, n), self.read_kv(spare, 0, n)
-        worst = float((partial[:ran] - whole[:ran]).float().abs().max() / whole[:ran].float().abs().max())
-        ended = torch.equal(partial[ran:, 1 : 1 + stored.shape[1]], stored[ran:])
-        outcomes.append(
-            CheckOutcome(
-                "a partial forward equals a forward's first layers",
-                worst <= (1e-4 if exact else 0.02) and ended,
-                f"KV off by {worst:.2g}; the layers behind {'were left alone' if ended else 'ran too'}",
-            )
-        )
-
-        if self.tells_attention and self.layout.layers > 1:
-            other = LinkSequence(sequence.token_ids, sequence.positions, spare)
-            batch = assemble([(other, [Run(0, n)])], self.block_size)
-            worst = max(self._call_all("first_attention_gap", batch))
-            outcomes.append(
-                CheckOutcome(
-                    "attention told equals the first layer's attention",
-                    worst <= (1e-4 if exact else 0.02),
-                    f"off by {worst:.2g}",
-                )
-            )
-
-        if self.accepts_layerwise_kv:
-            half = n // 2
-            other = LinkSequence(sequence.token_ids, sequence.positions, spare)
-            known = _Known(self.slots(spare, 0, half), self.read_kv(blocks, 0, half))
-            logprobs = self.logits([(other, [Run(half, n)])], [known])[-1].log_softmax(-1)
-            worst = max(abs(float(logprobs[token]) - entry.logprob) for token, entry in reference.items())
-            outcomes.append(
-                CheckOutcome(
-                    "KV written by layer equals KV written before",
-                    worst <= (1e-4 if exact else 0.15),
-                    f"log-probability off by {worst:.2g}",
-                )
-            )
-
-        shift = 41
-        moved = LinkSequence(tokens.int(), self._text_positions(shift, n), spare)
-        self.forward([(moved, [Run(0, n)])])
-        layers = slice(None) if exact else slice(1)
-        computed = self.read_kv(spare, 3, n - 5)[layers].float()
-        apart = (relocate(stored, shift, self.layout)[layers].float() - computed).abs()
-        worst = float(apart.max() / computed.abs().max())
-        allowed = 1e-4 if exact else self._rounding_of_relocated_keys()
-        outcomes.append(CheckOutcome("relocated KV equals computed KV", worst <= allowed, f"off by {worst:.2g}"))
-        return outcomes
-
-    def _rounding_of_relocated_keys(self) -> float:
-        """Relative distance that rounding allows between relocated and computed keys.
-
-        With u half a unit in the last place: the engine's table of angles is rounded (u times a pair's length, so
-        sqrt(2) u) and so is its key (u), together e. Relocating turns a pair that is e off (sqrt(2) e) and rounds (u);
-        the key it is compared with is e off as well. Quantising adds its own u to both, the first of them turned.
-        """
-        u, root = torch.finfo(self.dtype).eps / 2, math.sqrt(2)
-        e = (1 + root) * u
-        return root * e + u + e + (root + 1) * self._quantum / 2
-
-    def require_self_check(self) -> list[CheckOutcome]:
-        """`self_check`, refusing to go on when anything failed.
-
-        Raises:
-            SelfCheckError: naming every failed check.
-        """
-        outcomes = self.self_check()
-        failed = [f"{o.name}: {o.detail}" for o in outcomes if not o.passed]
-        if failed:
-            raise SelfCheckError(f"engine self-check failed for {self.spec.model}: " + "; ".join(failed))
-        return outcomes
-
-    def _text_positions(self, first: int, count: int) -> Tensor:
-        index = torch.arange(first, first + count)
-        return index.expand(3, -1) if self.uses_mrope else index
-
-
-def self_check(spec: EngineSpec) -> list[CheckOutcome]:
-    """Build an engine, check it and tear it down (used by `orbitserve doctor`)."""
-    engine = PrefillEngine(spec)
-    try:
-        return engine.self_check()
-    finally:
-        engine.shutdown()

@@ -67,6 +67,7 @@ def _measure(
     from kvstore.records.patch_form import PatchForm
     from kvstore.settings import LibrarySettings
     from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.self_check import require_self_check
     from prefill_workers.engine.spec import EngineSpec
     from prefill_workers.patches.patch_compiler import PatchCompiler
     from prefill_workers.scheduler.cost_model import measure_forward_cost
@@ -84,7 +85,7 @@ def _measure(
     stages: dict[str, dict[str, float]] = {}
     form = PatchForm()
     try:
-        engine.require_self_check()
+        require_self_check(engine)
         cost_model = measure_forward_cost(engine)
         for case, (pages, tokens) in cases.items():
             prompt = prompt_over(engine, [noise(tokens, number) for number in range(pages)])

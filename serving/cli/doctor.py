@@ -11,7 +11,7 @@
 | GPUs, roles on GPUs | names the devices; whether the roles of a configuration fit them        | own process  |
 | NIXL loopback     | reads memory of another process over UCX (GPUs: of a GPU), its GB/s       | own process  |
 | Ray               | starts a local cluster and runs one task                                  | own process  |
-| engine            | `prefill_workers.engine.engine.self_check`: forward, KV round trip, rotation     | own process  |
+| engine            | `prefill_workers.engine.self_check`: forward, KV round trip, rotation     | own process  |
 
 Checks that load native code run in processes of their own (`python -m serving.cli.doctor PROBE`), so that a crash or a
 hang of one is a finding and not the end of the report.
@@ -376,9 +376,9 @@ def _probe_ray() -> list[CheckResult]:
 
 
 def _probe_engine(spec: str) -> list[CheckResult]:
-    from prefill_workers.engine.engine import self_check
+    from prefill_workers.engine.self_check import check_alone
 
-    outcomes = self_check(EngineSpec(**json.loads(spec)))
+    outcomes = check_alone(EngineSpec(**json.loads(spec)))
     return [CheckResult(f"engine: {name}", ok, detail) for name, ok, detail in outcomes]
 
 

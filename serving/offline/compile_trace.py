@@ -409,7 +409,8 @@ def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -
 
 
 def _worker(planner: Planner) -> PathWorker:
-    from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.self_check import SelfCheckError, require_self_check
     from prefill_workers.patches.offline_paths import PathWorker
     from serving.engine_spec import prefill_spec
 
@@ -417,7 +418,7 @@ def _worker(planner: Planner) -> PathWorker:
     engine = PrefillEngine(prefill_spec(config, hand_off=False))
     if config.prefill.self_check:
         try:
-            engine.require_self_check()
+            require_self_check(engine)
         except SelfCheckError as error:
             raise CompileTraceError(str(error)) from error
     return PathWorker(engine, planner.library, planner.form, config.prefill.max_batch_tokens)

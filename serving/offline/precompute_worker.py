@@ -67,6 +67,7 @@ class PrecomputeWorker:
         os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=threads))
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine
+        from prefill_workers.engine.self_check import require_self_check
         from prefill_workers.patches.offline import OfflineWorker
         from prefill_workers.patches.patch_compiler import load_form
         from serving.offline.precompute_prepare import Preparer
@@ -74,7 +75,7 @@ class PrecomputeWorker:
         self._config = config
         engine = PrefillEngine(prefill_spec(config, hand_off=False))
         if config.prefill.self_check:
-            engine.require_self_check()
+            require_self_check(engine)
         # No write may be dropped, and nothing stored be taken for missing, because a tier failed a few times before:
         # nobody waits here. The flush after every group bounds the queue. And what serving keeps at hand in the
         # cluster's memory must not make way for what nobody has asked for yet.

@@ -73,6 +73,7 @@ class PrefillWorker:
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=address_for_peers())
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
+        from prefill_workers.engine.self_check import require_self_check
         from prefill_workers.link.linker import Linker
         from prefill_workers.patches.device_forming import DeviceForming
         from prefill_workers.patches.harvester import Harvester
@@ -84,7 +85,7 @@ class PrefillWorker:
         self._engine = PrefillEngine(prefill_spec(config))
         check_hand_off(self._engine.layout, settings.tensor_parallel_size, config.decode.tensor_parallel_size)
         if settings.self_check:
-            for outcome in self._engine.require_self_check():
+            for outcome in require_self_check(self._engine):
                 logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
         self._library = Library(config.library, self._engine.fingerprint)
         self._hand_over = HandOver(self._library)

@@ -348,10 +348,11 @@ def graphs() -> None:
     import torch
 
     from kvstore.operator.device_kernel import Placement
+    from prefill_workers.engine.self_check import self_check
     from prefill_workers.sequence import LinkSequence, Run
 
     engine, started = started_engine(_BUCKETS)
-    say("graphs", start_s=started, passed=all(outcome.passed for outcome in engine.self_check()))
+    say("graphs", start_s=started, passed=all(outcome.passed for outcome in self_check(engine)))
     captured = engine.spec
     kv, blocks = chunk(), range(1, 2 + 2 * _TOKENS // _BLOCK)
     for tokens in (40, 100, 200, 500):
@@ -371,9 +372,11 @@ def graphs() -> None:
     engine.shutdown()
 
 
-def self_check() -> None:
+def checked() -> None:
+    from prefill_workers.engine.self_check import self_check
+
     engine, started = started_engine(())
-    for outcome in engine.self_check():
+    for outcome in self_check(engine):
         say("self-check", name=outcome.name, passed=outcome.passed, detail=outcome.detail)
     say("self-check", start_s=started, places_on_device=engine.places_on_device, block_size=engine.block_size)
     engine.shutdown()
@@ -391,7 +394,7 @@ def one(name: str) -> None:
         if importlib.util.find_spec(absent) is None:
             sys.modules[absent] = types.ModuleType(absent)
             sys.modules[absent].__dict__.update(blake3=None, Buffer=object)
-    {**STAGES, "self-check": self_check, "graphs": graphs}[name]()
+    {**STAGES, "self-check": checked, "graphs": graphs}[name]()
 
 
 if __name__ == "__main__":

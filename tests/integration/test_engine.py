@@ -14,7 +14,8 @@ from torch import Tensor
 from kvstore.operator.apply import relocate
 from prefill_workers.engine.attention import paid
 from prefill_workers.engine.attention_layers import UnsupportedEngine
-from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.engine.self_check import SelfCheckError, require_self_check
 from prefill_workers.engine.worker_extension import WorkerExtension
 from prefill_workers.sequence import LinkSequence, Run
 
@@ -23,15 +24,15 @@ pytestmark = pytest.mark.engine
 
 def test_self_check_passes_in_both_precisions(fp32: PrefillEngine, bf16: PrefillEngine):
     for engine in (fp32, bf16):
-        assert [o for o in engine.require_self_check() if not o.passed] == []
+        assert [o for o in require_self_check(engine) if not o.passed] == []
 
 
 def test_self_check_refuses_an_engine_whose_rotation_is_wrong(fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "prefill_workers.engine.engine.relocate", lambda kv, delta, layout: relocate(kv, delta + 1, layout)
+        "prefill_workers.engine.self_check.relocate", lambda kv, delta, layout: relocate(kv, delta + 1, layout)
     )
     with pytest.raises(SelfCheckError, match="relocated KV equals computed KV"):
-        fp32.require_self_check()
+        require_self_check(fp32)
 
 
 def test_self_check_refuses_an_engine_that_reads_other_than_it_wrote(
@@ -39,7 +40,7 @@ def test_self_check_refuses_an_engine_that_reads_other_than_it_wrote(
 ):
     monkeypatch.setattr(fp32, "write_kv", lambda kv, slots: None)
     with pytest.raises(SelfCheckError, match="KV written equals KV read"):
-        fp32.require_self_check()
+        require_self_check(fp32)
 
 
 def test_self_check_refuses_an_engine_whose_forward_does_not_write_what_comes_in(
@@ -47,7 +48,7 @@ def test_self_check_refuses_an_engine_whose_forward_does_not_write_what_comes_in
 ):
     monkeypatch.setattr(WorkerExtension, "_writing", lambda self, arriving, deadline: nullcontext())
     with pytest.raises(SelfCheckError, match="KV written by layer equals KV written before"):
-        fp32.require_self_check()
+        require_self_check(fp32)
 
 
 def test_self_check_refuses_an_engine_whose_partial_forward_does_not_end(
@@ -55,7 +56,7 @@ def test_self_check_refuses_an_engine_whose_partial_forward_does_not_end(
 ):
     monkeypatch.setattr(WorkerExtension, "_ending_behind", lambda self, layers, slots, queries: nullcontext())
     with pytest.raises(SelfCheckError, match="a partial forward equals a forward's first layers"):
-        fp32.require_self_check()
+        require_self_check(fp32)
 
 
 def test_self_check_refuses_an_engine_that_tells_another_attention_than_it_pays(
@@ -63,7 +64,7 @@ def test_self_check_refuses_an_engine_that_tells_another_attention_than_it_pays(
 ):
     monkeypatch.setattr("prefill_workers.engine.attention.paid", lambda queries, *others: paid(1.1 * queries, *others))
     with pytest.raises(SelfCheckError, match="attention told equals the first layer's attention"):
-        fp32.require_self_check()
+        require_self_check(fp32)
 
 
 PROMPTS = {

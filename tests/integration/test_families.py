@@ -17,6 +17,7 @@ from infra.families import FAMILIES, Family
 from kvstore.operator.apply import relocate
 from kvstore.operator.patch import deficit, form_patch
 from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.engine.self_check import require_self_check
 from prefill_workers.prefix_digests import GRAIN
 from prefill_workers.protocol import SessionRef, Survivors
 from prefill_workers.sequence import LinkSequence, Run
@@ -65,7 +66,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 def test_the_layout_is_the_families_and_the_self_check_passes(engines: Engines, precision: str):
     engine: PrefillEngine = getattr(engines, precision)
     assert engine.layout.family == engines.family.layout
-    assert [outcome for outcome in engine.require_self_check() if not outcome.passed] == []
+    assert [outcome for outcome in require_self_check(engine) if not outcome.passed] == []
 
 
 def test_a_forward_padded_to_a_bucket_equals_an_unpadded_one(
