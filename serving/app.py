@@ -33,7 +33,7 @@ from serving.replicas.prefill import PrefillWorker
 from serving.replicas.retriever import Retriever
 from serving.replicas.vision import VisionEncoder
 from serving.routing.reports import router_config
-from serving.scaling.roles import replicas
+from serving.scaling.roles import pinned, replicas
 from serving.settings import RoleSettings
 
 
@@ -60,6 +60,7 @@ def build(config: OrbitServeConfig) -> serve.Application:
 def build_app(arguments: dict[str, str]) -> serve.Application:
     """Application builder for `serve run serving.app:build_app config=PATH`.
 
+    `pinned=true`: roles without `resources` ask for `orbitserve-ROLE`, which some nodes have (see `deploy.manifests`).
     Serve calls it again for other arguments alone: further ones, such as `revision`, mean nothing here.
 
     Raises:
@@ -67,7 +68,8 @@ def build_app(arguments: dict[str, str]) -> serve.Application:
     """
     if "config" not in arguments:
         raise ValueError("serve run serving.app:build_app needs config=PATH, the YAML of an OrbitServeConfig")
-    return build(OrbitServeConfig.from_yaml(Path(arguments["config"])))
+    config = OrbitServeConfig.from_yaml(Path(arguments["config"]))
+    return build(pinned(config) if arguments.get("pinned") == "true" else config)
 
 
 def _deployment(

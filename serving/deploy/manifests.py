@@ -26,20 +26,12 @@ from ray.serve.schema import ServeDeploySchema
 
 from serving.config import ConfigError, OrbitServeConfig
 from serving.deploy.launch import APPLICATION, FAST_REQUEST_PATH
+from serving.scaling.roles import ROLES, pinned
 from serving.settings import RoleSettings
 
 CONFIG_DIRECTORY = "/etc/orbitserve"
 MODELS = "/models"
 LABEL = "orbitserve.io/role"
-_ROLES = {  # section of the configuration: deployment
-    "ingress": "Ingress",
-    "vision": "VisionEncoder",
-    "prefill": "PrefillWorker",
-    "decode": "DecodeWorker",
-    "patch": "PatchCompiler",
-    "keeper": "LibraryKeeper",
-    "retriever": "Retriever",
-}
 _ENGINES = ("vision", "prefill", "decode")
 _AGENT_PORT, _RAYLET = 52365, "/api/local_raylet_healthz"  # of a node's dashboard agent: whether its raylet lives
 _USER = 1000  # of the image, see infra/Containerfile
@@ -73,7 +65,8 @@ def render(config: OrbitServeConfig, options: ManifestOptions) -> list[dict[str,
         ConfigError: the configuration cannot be served from several nodes.
     """
     _refuse_single(config)
-    roles = [role for role in _ROLES if bounds(getattr(config, role))[1] > 0]
+    config = pinned(config)
+    roles = [role for role in ROLES if bounds(getattr(config, role))[1] > 0]
     groups = [_group(config, options, role) for role in roles]
     service = {
         "apiVersion": "ray.io/v1",
@@ -108,9 +101,7 @@ def serve_config(config: OrbitServeConfig, options: ManifestOptions, roles: list
             actor["memory"] = settings.reserved_memory_bytes
         if settings.label_selector:
             actor["label_selector"] = settings.label_selector
-        deployments.append(
-            {"name": _ROLES[role], "ray_actor_options": {**actor, "resources": _resources(settings, role)}}
-        )
+        deployments.append({"name": ROLES[role], "ray_actor_options": {**actor, "resources": settings.resources}})
     found = {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": config.http.port},
@@ -119,7 +110,7 @@ def serve_config(config: OrbitServeConfig, options: ManifestOptions, roles: list
                 "name": APPLICATION,
                 "route_prefix": "/",
                 "import_path": "serving.app:build_app",
-                "args": {"config": f"{CONFIG_DIRECTORY}/orbitserve.yaml"},
+                "args": {"config": f"{CONFIG_DIRECTORY}/orbitserve.yaml", "pinned": "true"},
                 "deployments": deployments,
             }
         ],
@@ -197,11 +188,6 @@ def _labels(options: ManifestOptions, role: str | None = None) -> dict[str, str]
     return common if role is None else {**common, LABEL: role}
 
 
-def _resources(settings: RoleSettings, role: str) -> dict[str, float]:
-    """Custom resources of a replica: as configured, else one that the role's pods alone have."""
-    return settings.resources or {f"orbitserve-{role}": 1}
-
-
 def _gpus(config: OrbitServeConfig, options: ManifestOptions, role: str) -> float:
     settings: RoleSettings = getattr(config, role)
     if not options.gpus:
@@ -213,7 +199,7 @@ def _group(config: OrbitServeConfig, options: ManifestOptions, role: str) -> dic
     """A worker group with a pod for each replica of a role."""
     settings: RoleSettings = getattr(config, role)
     least, most = bounds(settings)
-    parameters = {"resources": json.dumps(json.dumps(_resources(settings, role)))}  # KubeRay hands it to a shell
+    parameters = {"resources": json.dumps(json.dumps(settings.resources))}  # KubeRay hands it to a shell
     if settings.label_selector:
         plain = {name: value for name, value in settings.label_selector.items() if not set(value) & set("!(,)")}
         if plain:

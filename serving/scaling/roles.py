@@ -18,8 +18,29 @@ if TYPE_CHECKING:
     from serving.settings import RoleSettings
 
 APPLICATION = "orbitserve"
+ROLES = {  # section of the configuration: deployment
+    "ingress": "Ingress",
+    "vision": "VisionEncoder",
+    "prefill": "PrefillWorker",
+    "decode": "DecodeWorker",
+    "patch": "PatchCompiler",
+    "keeper": "LibraryKeeper",
+    "retriever": "Retriever",
+}
 _DEPLOYMENTS = {Role.PREFILL: "PrefillWorker", Role.DECODE: "DecodeWorker", Role.VISION: "VisionEncoder"}
 _LONGEST_ANSWER_S = 3600.0  # where requests have no deadline: how long a replica that goes may take for what it has
+
+
+def pinned(config: OrbitServeConfig) -> OrbitServeConfig:
+    """The same configuration, each role without `resources` asking for one of its own, `orbitserve-ROLE`."""
+    roles: dict[str, RoleSettings] = {role: getattr(config, role) for role in ROLES}
+    return config.model_copy(
+        update={
+            role: settings.model_copy(update={"resources": {f"orbitserve-{role}": 1.0}})
+            for role, settings in roles.items()
+            if not settings.resources
+        }
+    )
 
 
 def scales(config: OrbitServeConfig, settings: RoleSettings) -> bool:

@@ -11,12 +11,14 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from autoscale.signals import Role
 from infra.reference import DEFAULT_MODEL, weights
 from infra.s3_server import S3Server
 from prefill_workers.model_card import FILE
 from prefill_workers.settings import COMPOSE_UP_TO, Weighing
 from serving.app import build_app
 from serving.config import ConfigError, OrbitServeConfig, documented
+from serving.scaling.roles import fixed_bundles, pinned, planned
 from serving.settings import VisionSettings
 
 
@@ -370,6 +372,26 @@ def test_a_role_is_pinned_and_spread_by_what_ray_takes(tmp_path: Path):
     plain = graph.init_kwargs["library"]._bound_deployment.init_args[2]._bound_deployment._replica_config
     assert plain.max_replicas_per_node is None
     assert plain.ray_actor_options.keys().isdisjoint({"resources", "label_selector", "memory"})
+
+
+def test_pinned_roles_and_nodes_asked_for_have_a_resource_of_the_role(tmp_path: Path):
+    file = tmp_path / "orbitserve.yaml"
+    file.write_text(
+        yaml.safe_dump({"model": {"path": str(weights(DEFAULT_MODEL))}, "keeper": {"resources": {"fast": 1}}})
+    )
+    graph = build_app({"config": str(file), "pinned": "true"})._bound_deployment
+    keeper = graph.init_kwargs["library"]._bound_deployment
+    assert keeper._replica_config.ray_actor_options["resources"] == {"fast": 1}
+    compiler = keeper.init_args[2]._bound_deployment
+    assert compiler._replica_config.ray_actor_options["resources"] == {"orbitserve-patch": 1}
+    config = pinned(OrbitServeConfig.from_yaml(file))
+    assert planned(config)[Role.PREFILL].bundle.resources["orbitserve-prefill"] == 1
+    assert [set(one.resources) - {"CPU"} for one in fixed_bundles(config)] == [
+        {"orbitserve-ingress"},
+        {"fast"},
+        {"orbitserve-patch"},
+        {"orbitserve-retriever"},
+    ]
 
 
 @pytest.mark.parametrize(
