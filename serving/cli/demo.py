@@ -106,15 +106,19 @@ def file_part(file_id: str) -> dict[str, Any]:
 def ask(client: OpenAI, model: str, parts: list[Any], mode: str = "auto") -> Answer:
     """The greedy answer to one user turn of texts and other parts."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return answered(client, model, content, {"mode": mode})
+
+
+def answered(client: OpenAI, model: str, content: Any, orbit_options: dict[str, Any]) -> Answer:
+    """The greedy answer to one user turn, streamed."""
     began = time.perf_counter()
-    messages: Any = [{"role": "user", "content": content}]
     stream: Any = client.chat.completions.create(
         model=model,
-        messages=messages,
+        messages=[{"role": "user", "content": content}],
         max_tokens=24,
         temperature=0,
         stream=True,
-        extra_body={"orbit": {"mode": mode}},
+        extra_body={"orbit": orbit_options},
     )
     text, ttft = "", 0.0
     orbit: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infra.reference import DEFAULT_MODEL, weights
-from serving.cli.demo import Answer, Demo, compare, open_client, show, wait_until_formed
+from serving.cli.demo import Answer, Demo, answered, compare, open_client, show, wait_until_formed
 from serving.cli.demo_pages import PAGES, Story
 
 NOTEBOOKS = ("alder", "birch", "cedar", "maple")
@@ -94,24 +94,8 @@ your own documents, while a server runs (`make demo-rag KEEP=1`): open {url}/con
 
 def _ask(client: OpenAI, model: str, store: str, about: str, question: str) -> Answer:
     """The greedy answer to a question whose pages are searched for."""
-    began = time.perf_counter()
     retrieve = {"vector_store_ids": [store], "query": about, "max_num_results": PAGES.pages}
-    stream: Any = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": question}],
-        max_tokens=24,
-        temperature=0,
-        stream=True,
-        extra_body={"orbit": {"retrieve": retrieve}},
-    )
-    text, ttft = "", 0.0
-    orbit: dict[str, Any] = {}
-    for event in stream:
-        ttft = ttft or (time.perf_counter() - began) * 1e3
-        if event.choices:
-            text += event.choices[0].delta.content or ""
-        orbit = getattr(event, "orbit", None) or orbit
-    return Answer(text, ttft, orbit)
+    return answered(client, model, question, {"retrieve": retrieve})
 
 
 def pdf_of(pictures: Sequence[Image.Image], words: Sequence[str]) -> bytes:
