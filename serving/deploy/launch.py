@@ -17,10 +17,10 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
-from infra.gpu import uses_gpu
 from infra.machine import multiplies_bf16
 from infra.models import stored_dtype
 from infra.ports import url_host
+from infra.vllm_env import is_cpu_build
 from serving.app import build
 from serving.config import OrbitServeConfig
 from serving.deploy.gpu_fit import reserved, shortage
@@ -168,7 +168,7 @@ def _warn_of_apart(config: OrbitServeConfig, console: Console) -> None:
 
 def _warn_of_slow_products(model: ModelSettings, console: Console) -> None:
     """Say where the model is to be computed in bf16 on a CPU that cannot do so at speed."""
-    if uses_gpu() or multiplies_bf16():
+    if not is_cpu_build() or multiplies_bf16():  # the head of GPU nodes may have none
         return
     if (stored_dtype(model.path) if model.dtype == "auto" else model.dtype) == "bfloat16":
         console.print(

@@ -62,9 +62,10 @@ def render(config: OrbitServeConfig, options: ManifestOptions) -> list[dict[str,
     """Manifests of a service, the RayService first.
 
     Raises:
-        ConfigError: the configuration cannot be served from several nodes.
+        ConfigError: the configuration cannot be served from several nodes, or leaves open what a pod would have.
     """
     _refuse_single(config)
+    _refuse_unclear(config)
     config = pinned(config)
     roles = [role for role in ROLES if bounds(getattr(config, role))[1] > 0]
     groups = [_group(config, options, role) for role in roles]
@@ -169,6 +170,14 @@ def warnings(config: OrbitServeConfig) -> list[str]:
     if not (config.http.api_keys or config.http.api_keys_file):
         found.append("neither http.api_keys nor http.api_keys_file is set: everybody who reaches the port is served")
     return found
+
+
+def _refuse_unclear(config: OrbitServeConfig) -> None:
+    if "replicas" not in config.vision.model_fields_set:
+        raise ConfigError(
+            "vision.replicas: say how many; its default depends on the pods' vLLM (1 with GPUs, else 0) and on the "
+            "model (a text-only one has none)"
+        )
 
 
 def _refuse_single(config: OrbitServeConfig) -> None:

@@ -125,7 +125,7 @@ def test_bf16_where_the_processor_has_no_products_of_it_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, Any], asked: Any, has_bf16: bool, warned: bool
 ):
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    monkeypatch.setattr(launch, "uses_gpu", lambda: False)
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: True)
     monkeypatch.setattr(launch, "multiplies_bf16", lambda: has_bf16)
     out = io.StringIO()
     launch._warn_of_slow_products(ModelSettings(path=tmp_path, dtype=asked), Console(file=out))

@@ -23,7 +23,8 @@ SCHEMA = Draft202012Validator(json.loads((Path(__file__).parent / "kuberay/rayse
 
 def manifests(options: ManifestOptions | None = None, **sections: Any) -> dict[str, dict[str, Any]]:
     """By kind and name."""
-    config = OrbitServeConfig.model_validate({"model": {"path": "/models/m"}, "files_url": "s3://b/files", **sections})
+    given = {"model": {"path": "/models/m"}, "files_url": "s3://b/files", "vision": {"replicas": 1}, **sections}
+    config = OrbitServeConfig.model_validate(given)
     return {f"{one['kind']}/{one['metadata']['name']}": one for one in render(config, options or ManifestOptions())}
 
 
@@ -130,6 +131,7 @@ def test_one_replica_at_a_time_may_be_evicted_and_a_worker_is_ready_with_its_pro
             {"http": {"tls_certificate": "/etc/orbitserve/c.pem", "tls_key": "/etc/orbitserve/k.pem"}},
             "http.tls_certificate",
         ),
+        ({"vision": {"niceness": 1}}, "vision.replicas"),
     ],
 )
 def test_what_pods_would_not_share_is_refused_by_name(sections: dict[str, Any], named: str):
