@@ -69,8 +69,9 @@ class LibrarySettings(BaseModel):
     writers: int = Field(
         default=4,
         ge=1,
-        description="Processes that may write to the same tiers: prefill workers, patch compilers, caching jobs. With "
-        "more than one, a twentieth of every tier's bytes stays free for what the others wrote since one looked last.",
+        description="Processes that may write to the same tiers: prefill workers, patch compilers, caching jobs; a "
+        "service takes at least as many as it may have. With more than one, a twentieth of every tier's bytes stays "
+        "free for what the others wrote since one looked last.",
     )
     verify: bool = Field(default=True, description="Check every layer's checksum when a record is loaded from a tier.")
     load_timeout_s: float = Field(default=2.0, gt=0, description="A slower load is a miss; it still warms the memory.")

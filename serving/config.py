@@ -40,6 +40,7 @@ from serving.settings import (
     PatchSettings,
     PrecomputeSettings,
     PrefillRoleSettings,
+    ReplicaRange,
     RoutingSettings,
     Settings,
     TenantsSettings,
@@ -87,6 +88,23 @@ class OrbitServeConfig(Settings):
                 f"ingress.max_ongoing_requests ({taken}) must be more than http.max_concurrent_requests ({answered}): "
                 "else requests wait before the ingress, which never answers 429"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _fixed_where_nothing_plans(self) -> OrbitServeConfig:
+        for name in ("ingress", "keeper", "patch", "retriever"):
+            if isinstance(getattr(self, name).replicas, ReplicaRange):
+                raise ValueError(
+                    f"{name}.replicas: prefill, decode and vision follow the load, no other role does; give a number"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _as_many_writers(self) -> OrbitServeConfig:
+        """All replicas that write to the library's tiers leave room for one another, and for a caching job."""
+        own = self.prefill.most_replicas + self.patch.most_replicas + 1
+        if own > self.library.writers:
+            object.__setattr__(self, "library", self.library.model_copy(update={"writers": own}))
         return self
 
     @model_validator(mode="after")

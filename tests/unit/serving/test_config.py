@@ -123,6 +123,7 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Pa
         ("model: {path: MODEL}\nprefil: {}\n", "prefil: Extra inputs"),
         ("model: {path: MODEL}\ndecode: {replicas: 0}\n", "decode.replicas"),
         ("model: {path: MODEL}\nvision: {replicas: -1}\n", "vision.replicas"),
+        ("model: {path: MODEL}\npatch: {replicas: {max: 2}}\n", "patch.replicas: .* give a number"),
         ("model: {path: MODEL}\nprefill: {max_ongoing_requests: 256}\n", r"prefill: .*must be more than max_queue"),
         ("model: {path: MODEL}\nhttp: {port: often}\n", "http.port"),
         ("model: {path: MODEL}\nhttp: {max_image_pixels: 200000000}\n", "http.max_image_pixels"),
@@ -372,6 +373,13 @@ def test_a_role_is_pinned_and_spread_by_what_ray_takes(tmp_path: Path):
     plain = graph.init_kwargs["library"]._bound_deployment.init_args[2]._bound_deployment._replica_config
     assert plain.max_replicas_per_node is None
     assert plain.ray_actor_options.keys().isdisjoint({"resources", "label_selector", "memory"})
+
+
+def test_a_tiers_room_is_for_as_many_writers_as_the_service_may_have(checkpoint: Path):
+    sections = {"model": {"path": checkpoint}, "prefill": {"replicas": {"max": 8}}}
+    assert OrbitServeConfig.model_validate(sections).library.writers == 10
+    assert OrbitServeConfig.model_validate({"model": {"path": checkpoint}}).library.writers == 4
+    assert OrbitServeConfig.model_validate({**sections, "library": {"writers": 20}}).library.writers == 20
 
 
 def test_pinned_roles_and_nodes_asked_for_have_a_resource_of_the_role(tmp_path: Path):
