@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEASE_LOOK_SECONDS = 0.05
+_FORMING_SECONDS = 280.0  # less than a call's time limit
 
 
 class PrefillWorker:
@@ -319,12 +320,16 @@ class PrefillWorker:
         }
 
     async def flush(self) -> None:
-        """Wait until everything learnt so far is formed and stored (demo, tests)."""
+        """Wait until everything learnt so far is formed and stored (demo, tests, the replica's end).
+
+        Raises TimeoutError when forming takes too long.
+        """
         from prefill_workers.scheduler.prefill_loop import drain
 
-        await asyncio.to_thread(drain, self._loop, 280)
-        while self._deficits:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(_FORMING_SECONDS):
+            await asyncio.to_thread(drain, self._loop, _FORMING_SECONDS)
+            while self._deficits:
+                await asyncio.sleep(0.01)
         await asyncio.to_thread(self._library.flush)
 
     async def forget(self, content: str, tenant: str) -> None:
@@ -371,9 +376,16 @@ class PrefillWorker:
         await asyncio.wrap_future(self._loop.compute_one_token())
 
     async def _retire(self) -> None:
-        """Store all that was learnt, hand over what only this replica has, and wait until no lease is held."""
-        await self.flush()
+        """Hand over what only this replica has, form what it still learns, and wait until no lease is held.
+
+        Handed over before and behind: forming may take longer than a hand-over may wait.
+        """
         await self._hand_over.give()
+        try:
+            await self.flush()
+            await self._hand_over.give()
+        except TimeoutError:
+            logger.warning("not all that was learnt last is formed in time; it is lost")
         await self._hand_over.leave_node()
         while self._loop.stats().leases:
             await asyncio.sleep(_LEASE_LOOK_SECONDS)

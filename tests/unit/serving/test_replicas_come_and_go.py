@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from kvstore.settings import LibrarySettings
 from kvstore.tiers.disk import DiskTier
 from serving.replicas import first_transfer, hand_over
 from serving.replicas.hand_over import HandOver
+from serving.replicas.prefill import PrefillWorker
 from serving.replicas.process import ONE_MACHINE
 
 
@@ -160,3 +162,22 @@ async def test_a_node_keeps_its_objects_while_a_replica_stays_there(
     library: Any = SimpleNamespace(leave_node=lambda nodes, until: seen.append(list(nodes)))
     await HandOver(library).leave_node()
     assert seen == moved
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_worker_that_goes_hands_over_before_it_waits_for_patches_to_be_formed(in_time: bool):
+    done: list[str] = []
+
+    async def note(name: str) -> None:
+        done.append(name)
+        if name == "flush" and not in_time:
+            raise TimeoutError
+
+    worker: Any = SimpleNamespace(
+        _hand_over=SimpleNamespace(give=partial(note, "give"), leave_node=partial(note, "leave node")),
+        flush=partial(note, "flush"),
+        _loop=SimpleNamespace(stats=lambda: SimpleNamespace(leases=0)),
+        _close=partial(done.append, "close"),
+    )
+    await PrefillWorker._retire(worker)
+    assert done == ["give", "flush", *(["give"] if in_time else []), "leave node", "close"]
