@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
 
 CASES = {"1 x 256": (1, 256), "1 x 1024": (1, 1024), "4 x 1024": (4, 1024)}  # pages x tokens
-GPU_CASES = CASES | {"8 x 1024": (8, 1024)}
+GPU_QUICK = {"2 x 1024": (2, 1024), "8 x 1024": (8, 1024)}
+_DEVICE_BYTES = 1 << 30  # of KV that a GPU keeps of chunks, as by default in a service
 CONTEXT = 16384
 _POINTS = {"off": "encoded", "exact": "recomputed", "patched": "patched"}
 _DESCRIPTIONS = {
@@ -46,8 +47,11 @@ _DESCRIPTIONS = {
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure all arms on pages of every number and size."""
-    model, all_cases = measured_model(), GPU_CASES if on_gpu() else CASES
-    cases = dict([next(iter(all_cases.items()))]) if quick else all_cases
+    model = measured_model()
+    if on_gpu():
+        cases = GPU_QUICK if quick else CASES | GPU_QUICK
+    else:
+        cases = {"1 x 256": CASES["1 x 256"]} if quick else CASES
     turns = 2 if quick else 9
     console.print("measuring in a process like a prefill worker's")
     samples, stages = in_prefill_process(_measure, model, cases, turns)
@@ -77,7 +81,7 @@ def _measure(
     engine = PrefillEngine(
         EngineSpec(
             model=str(checkpoint), load_format=load_format(checkpoint), max_model_len=CONTEXT, hand_off=False,
-            kv_cache_gib=GPU_POOL_GIB,
+            kv_cache_gib=GPU_POOL_GIB, device_bytes=_DEVICE_BYTES if on_gpu() else 0,
         )
     )  # fmt: skip
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)

@@ -29,7 +29,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
-from serving.bench.models import GPU_POOL_GIB, load_format, measured_dtype, measured_model
+from serving.bench.models import GPU_POOL_GIB, load_format, measured_dtype, measured_model, on_gpu
 from serving.loadtest.images import SHAPES, TEXT_TOKENS, around, image_url, timed_chat
 from tests.benchmarks.servers import GPU_PART, Server, ours, vllm_alone
 
@@ -92,7 +92,8 @@ def limit_of(service: Server, checkpoint: Path) -> Iterator[Limit]:
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure all arms, every size."""
-    sizes = [256, 512] if quick else list(SHAPES)
+    quick_sizes = [2048] if on_gpu() else [256, 512]
+    sizes = quick_sizes if quick else list(SHAPES)
     turns = 2 if quick else 9
     model = measured_model()
     checkpoint = checkpoint_path(model)
