@@ -188,7 +188,8 @@ async def build_api(
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics
-    client.observe, client.request_timeout_s = metrics.observe, http.request_timeout_s
+    client.observe, client.answering = metrics.observe, metrics.answering
+    client.request_timeout_s = http.request_timeout_s
     await _add_openai(app, client, config, media, documents, retrieval)
     most_bytes = max(http.max_file_bytes, config.documents.max_pdf_bytes, config.video.max_bytes if clips else 0)
     app.include_router(files_router(files, stores, media, most_bytes, on_delete))

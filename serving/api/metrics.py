@@ -1,6 +1,7 @@
 """Counters and histograms of the ingress, for `/metrics`.
 
-Those of prefill workers are in `serving.api.fidelity`.
+Those of prefill workers are in `serving.api.fidelity`. Series named as vLLM's mean the same, for autoscalers that read
+these.
 
 A scrape reaches one ingress replica, and asks the others: series carry the replica's name, so that one which ends takes
 its counters with it.
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -66,7 +69,6 @@ class Metrics:
             "Stored patches that this ingress replica orders chunks by.",
             registry=self.registry,
         )
-
         self.waiting = Gauge(
             "orbitserve_answers_waiting",
             "Answers that wait for a place on this ingress replica, where tenants share them.",
@@ -77,6 +79,46 @@ class Metrics:
             "Requests that this ingress replica could not write to its access log.",
             registry=self.registry,
         )
+        self.running = Gauge("vllm:num_requests_running", "Answers that are being generated.", registry=self.registry)
+        self.queued = Gauge(
+            "vllm:num_requests_waiting",
+            "Answers without a token yet: they wait for a place, or their prompt is being linked.",
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens, reused or computed.", registry=self.registry)
+        self.generated = Counter("vllm:generation_tokens", "Tokens of answers.", registry=self.registry)
+        self.latency = Histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From a prompt's arrival to the end of its answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    @contextmanager
+    def answering(self) -> Iterator[Callable[[int], None]]:
+        """Count an answer while it is made.
+
+        What this gives is to be called with the number of its new tokens.
+        """
+        began, is_running = time.perf_counter(), False
+        self.queued.inc()
+
+        def generated(tokens: int) -> None:
+            nonlocal is_running
+            if not is_running:
+                is_running = True
+                self.queued.dec()
+                self.running.inc()
+            self.generated.inc(tokens)
+
+        try:
+            yield generated
+        finally:
+            if is_running:
+                self.running.dec()
+                self.latency.observe(time.perf_counter() - began)
+            else:
+                self.queued.dec()
 
     def observe(self, report: OrbitReport) -> None:
         """Count a finished request's report."""
@@ -88,6 +130,7 @@ class Metrics:
         self.reused.inc(report.tokens_reused)
         self.prefix.inc(report.prefix_tokens_reused)
         self.computed.inc(report.tokens_computed)
+        self.prompt_tokens.inc(report.tokens_reused + report.tokens_computed)
         self.encoded.inc(report.vision_tokens_encoded)
         if (kv := report.kv) is not None:
             self.kv.labels(kept="true").inc(kv.kept)

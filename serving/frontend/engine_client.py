@@ -21,7 +21,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, closing, nullcontext
+from contextlib import AbstractContextManager, aclosing, closing, nullcontext
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -78,6 +78,13 @@ MOST_CHOICES = 128  # of one request, OpenAI's limit: each pulls a prompt's KV f
 _ANSWER_SECONDS = 0.01  # an answer to `prefetch` was on its way while the prompt was rendered
 
 
+Answering = Callable[[], AbstractContextManager[Callable[[int], None]]]
+
+
+def _uncounted() -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda tokens: None)
+
+
 async def _lacking_by_now(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
     """Images of which nothing is stored, if the worker tells that within a moment.
 
@@ -95,6 +102,7 @@ class LinkedEngineClient(EngineOverRoles):
 
     access_log: AccessLog | None = None  # where requests are logged, if they are
     observe: Callable[[OrbitReport], None] | None = None  # told of every prompt's report at its end
+    answering: Answering = staticmethod(_uncounted)  # around every answer, as `Metrics.answering`
     queue: FairQueue | None = None  # of answers, where tenants share the decode workers
     limits: RateLimits | None = None  # of tenants' tokens
     compaction = Compaction()  # of requests that ask for none
@@ -206,13 +214,16 @@ class LinkedEngineClient(EngineOverRoles):
         Its report is observed at the end.
         """
         place = nullcontext() if self.queue is None else self.queue.place(trace.tenant)
-        async with trace.places, place, aclosing(self._generate(prompt, params, request_id, trace, options)) as outputs:
-            try:
-                async for output in outputs:
-                    yield output
-            finally:
-                if self.observe is not None:
-                    self.observe(trace.report)
+        with self.answering() as generated:
+            outputs = self._generate(prompt, params, request_id, trace, options)
+            async with trace.places, place, aclosing(outputs):
+                try:
+                    async for output in outputs:
+                        generated(sum(len(one.token_ids) for one in output.outputs))
+                        yield output
+                finally:
+                    if self.observe is not None:
+                        self.observe(trace.report)
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from blake3 import blake3
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from autoscale.curves import USUAL, ForwardCost
 from decode_workers.admission import blocks_needed
@@ -42,6 +42,12 @@ _REMEMBERED = 1 << 16  # chunks known to be stored
 _BYTES_PER_SECOND = float(1 << 30)  # of a replica that has not measured its loads: a disk whose pages are cached
 
 REGISTRY = CollectorRegistry()  # of this process, which is one replica of the ingress
+KV_USE = Gauge(
+    "vllm:kv_cache_usage_perc",
+    "Share of a decode worker's KV blocks that are reserved, also by answers which wait for room.",
+    ("worker",),
+    registry=REGISTRY,
+)
 CHOICES = Counter(
     "orbitserve_routing_choices",
     "Replicas chosen, by role and reason: hot (holds most of the chunks in memory), spread (another holds more, but is "
@@ -434,9 +440,22 @@ class DecodePolicy(Policy[DecodeReport]):
 
     role, kind, resolution = "decode", DecodeReport, 1e-6
 
+    def __init__(self, period_s: float, **clock: Callable[[], float]) -> None:
+        super().__init__(period_s, **clock)
+        self._told: set[str] = set()  # replicas with a series
+
     def learn(self, replica: str, report: DecodeReport, sequence: int) -> None:
         """See `Policy`."""
         self.ledger.report(replica, sequence, Load(report.blocks, report.sequences), report)
+        KV_USE.labels(worker=replica).set(min(1.0, report.blocks / max(1, report.blocks_total)))
+        self._told.add(replica)
+
+    def keep(self, replicas: Collection[str]) -> None:
+        """See `Policy`."""
+        super().keep(replicas)
+        for gone in self._told.difference(replicas):
+            KV_USE.remove(gone)
+        self._told.intersection_update(replicas)
 
     def ask(self, method: str, arguments: Sequence[Any]) -> DecodeAsk | None:
         """See `Policy`. Of `DecodeWorker.generate`."""

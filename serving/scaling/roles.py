@@ -32,7 +32,10 @@ _LONGEST_ANSWER_S = 3600.0  # where requests have no deadline: how long a replic
 
 
 def pinned(config: OrbitServeConfig) -> OrbitServeConfig:
-    """The same configuration, each role without `resources` asking for one of its own, `orbitserve-ROLE`."""
+    """The same configuration, each role asking for a resource of its own.
+
+    That is `orbitserve-ROLE`, unless it asks for `resources` already.
+    """
     roles: dict[str, RoleSettings] = {role: getattr(config, role) for role in ROLES}
     return config.model_copy(
         update={

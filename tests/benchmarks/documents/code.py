@@ -14,7 +14,7 @@ from serving.api import autoscale, compiling, fidelity, sessions
 from serving.api.metrics import Metrics
 from serving.config import OrbitServeConfig, shown_default
 from serving.retrieval.metrics import RetrieverMetrics
-from serving.routing.policies import CHOICES
+from serving.routing.policies import CHOICES, KV_USE
 from serving.settings import MIB, RoleSettings
 from tests.benchmarks.documents.records import markdown
 
@@ -80,7 +80,7 @@ def metrics() -> str:
     asked = [*fidelity.families({}), *compiling.families({}), *sessions.families({}), *autoscale.families({})]
     nothing: Any = SimpleNamespace(parts=0, vector_bytes=0, waiting=0, indexed=0, failed=0, degraded=0)
     asked += RetrieverMetrics(nothing).collect()
-    for declared in [*vars(Metrics()).values(), CHOICES, *asked]:
+    for declared in [*vars(Metrics()).values(), CHOICES, KV_USE, *asked]:
         if isinstance(declared, CollectorRegistry):
             continue
         (described,) = declared.describe() if hasattr(declared, "describe") else [declared]

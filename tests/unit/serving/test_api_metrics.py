@@ -38,6 +38,22 @@ def test_entries_and_bytes_handed_off_are_counted():
     assert "orbitserve_handoff_bytes_total 4000.0" in text
 
 
+def test_an_answer_waits_until_its_first_token_and_runs_until_its_end():
+    counted = Metrics()
+
+    def now(name: str) -> float | None:
+        return counted.registry.get_sample_value(f"vllm:{name}")
+
+    with counted.answering(), counted.answering() as generated:
+        assert (now("num_requests_waiting"), now("num_requests_running")) == (2, 0)
+        generated(1)
+        generated(3)
+        assert (now("num_requests_waiting"), now("num_requests_running")) == (1, 1)
+    assert (now("num_requests_waiting"), now("num_requests_running")) == (0, 0)
+    assert now("generation_tokens_total") == 4
+    assert now("e2e_request_latency_seconds_count") == 1, "one was refused, or left, before it had a token"
+
+
 @pytest.mark.parametrize("lost", [False, True])
 async def test_a_scrape_goes_without_what_does_not_come_in_time(lost: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(metrics, "SCRAPE_SECONDS", 0.02)

@@ -19,6 +19,7 @@ from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest, SessionRef
 from serving.routing.ledger import STALE_PERIODS, Load
 from serving.routing.policies import (
+    REGISTRY,
     Chunk,
     DecodePolicy,
     DecodeReport,
@@ -465,3 +466,15 @@ def test_a_burst_of_sequences_spreads_over_decode_replicas():
 
 def test_calls_that_generate_nothing_are_not_ranked():
     assert decode().ask("abandon", ({}, 1)) is None
+
+
+def test_a_decode_workers_kv_use_is_told_while_it_is_there():
+    def told(worker: str) -> float | None:
+        return REGISTRY.get_sample_value("vllm:kv_cache_usage_perc", {"worker": worker})
+
+    policy = decode()
+    policy.reported("a", decode_report(blocks=250, sequence=1))
+    policy.reported("b", decode_report(blocks=50, sequence=1))
+    assert (told("a"), told("b")) == (1.0, 0.5), "what waits for room counts, up to all of it"
+    policy.keep({"b"})
+    assert (told("a"), told("b")) == (None, 0.5)
