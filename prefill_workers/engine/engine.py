@@ -225,14 +225,17 @@ class PrefillEngine:
         return [torch.stack(parts).sum(0) for parts in zip(*ranks, strict=True)]
 
     def first_attention_gap(self, batch: RunBatch) -> float:
-        """Relative gap of the first layer's attention to that of its queries and stored KV, of the worst rank.
+        """Relative gap of the first layer's attention to that of its queries and stored KV.
 
-        `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two layers.
+        Of the worst rank. `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two layers.
         """
         return max(self._call_all("first_attention_gap", batch))
 
     def vllm_logprobs(self, token_ids: list[int], count: int) -> dict[int, float]:
-        """Log-probabilities of the `count` likeliest next tokens by vLLM's own scheduler, before anything is served."""
+        """Log-probabilities of the `count` likeliest next tokens, by vLLM's own scheduler.
+
+        To be asked before anything is served.
+        """
         sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=count, detokenize=False)
         (answer,) = self._llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
         return {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}

@@ -1,4 +1,4 @@
-"""An engine's self-check: it computes as vLLM does, and each way of writing KV as every other.
+"""An engine's self-check: it computes as vLLM does, and all ways of writing KV agree.
 
 In fp32 agreement is held to 1e-4 in log-probability and 1e-4 in relocated KV of all layers. In fewer bits the
 log-probability is held to what one more or one fewer split of a matrix product may change, and relocation to rounding
