@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -139,10 +140,13 @@ def launched(pool: Pool, chunks: Sequence[Placement], dtype: torch.dtype) -> Non
     place(descriptor, descriptor.words, pages, pool.layout, dtype)
 
 
+ORDERS = ("HND", "NHD", "BLHNC")
+
+
 @EXAMPLES
 @given(
     family=st.sampled_from(sorted(LAYOUTS)),
-    order=st.sampled_from(("HND", "NHD", "BLHNC")),
+    order=st.sampled_from(ORDERS),
     dtypes=st.sampled_from(DTYPES),
     chunks=st.lists(
         st.tuples(st.integers(1, 40), st.integers(-3, 30_000), st.sampled_from(KINDS)), min_size=1, max_size=3
@@ -156,8 +160,26 @@ def test_one_launch_equals_the_operator(
     chunks: list[tuple[int, int, str]],
     seed: int,
 ) -> None:
-    """And it touches nothing else."""
-    layout, (dtype, paged) = LAYOUTS[family], dtypes
+    equals_the_operator(LAYOUTS[family], order, dtypes, chunks, seed)
+
+
+@pytest.mark.parametrize(("number", "pair"), enumerate(product(sorted(LAYOUTS), DTYPES)))
+def test_every_layout_is_placed_in_every_dtype(number: int, pair: tuple[str, tuple[torch.dtype, torch.dtype]]) -> None:
+    """In each order of pages and with each kind of patch by turns."""
+    kinds = (KINDS[number % len(KINDS)], KINDS[(number + 3) % len(KINDS)])
+    chunks = [(17 + number, 40 * number, kinds[0]), (5, -3, kinds[1])]
+    equals_the_operator(LAYOUTS[pair[0]], ORDERS[number % len(ORDERS)], pair[1], chunks, number)
+
+
+def equals_the_operator(
+    layout: Layout,
+    order: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    chunks: list[tuple[int, int, str]],
+    seed: int,
+) -> None:
+    """One launch writes what the operator computes, and touches nothing else."""
+    dtype, paged = dtypes
     generator = torch.Generator().manual_seed(seed)
     pool = Pool.of(layout, order, paged)
     free = torch.randperm((BLOCKS - 1) * BLOCK, generator=generator) + BLOCK
