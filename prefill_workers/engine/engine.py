@@ -227,7 +227,8 @@ class PrefillEngine:
     def first_attention_gap(self, batch: RunBatch) -> float:
         """Relative gap of the first layer's attention to that of its queries and stored KV.
 
-        Of the worst rank. `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two layers.
+        Of the worst rank. `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two
+        layers.
         """
         return max(self._call_all("first_attention_gap", batch))
 
