@@ -93,6 +93,18 @@ def compaction_plan(request: LinkRequest, block_size: int) -> CompactionPlan | N
     )
 
 
+def observed(request: LinkRequest) -> int:
+    """Last tokens that a link's own forward computes, also where blocks of an earlier prompt have them.
+
+    It is one, or as many words behind the last chunk as tell what is important.
+    """
+    asked = request.compaction
+    if asked.budget >= 1 or asked.policy not in (CompactionPolicy.EVICT, CompactionPolicy.MERGE):
+        return 1
+    behind = len(request.token_ids) - (request.chunks[-1].stop if request.chunks else 0)
+    return min(OBSERVERS, max(1, behind))
+
+
 def _groups(chunks: Sequence[ChunkSpan], within: Run) -> Iterator[Run]:
     """Chunks and the text between them inside a run, in parts of at most COVERED tokens."""
     borders = {within.start, within.stop, *(chunk.first for chunk in chunks)}

@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from prefill_workers.block_index import BlockIndex, ChunkForm, PrefixMatch
+from prefill_workers.compaction.plan import observed
 from prefill_workers.engine.device_timer import DeviceSpan
 from prefill_workers.modes import EXACT_POINTS, ModeKind, OperatingPoint, looks_up_patch, uses_library
 from prefill_workers.prefix_digests import PrefixChain, prefix_chain
@@ -55,9 +56,9 @@ class PrefixHits:
     def match(self, request: LinkRequest, chain: PrefixChain, frame: int, limit: int | None = None) -> PrefixMatch:
         """The longest beginning that is known.
 
-        `limit`: its tokens at most; None: all but the last, since a forward ends every prompt.
+        `limit`: its tokens at most; None: all but those that the link's own forward must compute.
         """
-        limit = len(request.token_ids) - 1 if limit is None else limit
+        limit = max(0, len(request.token_ids) - observed(request)) if limit is None else limit
         return self.index.match(chain, frame, limit, self.allows(request))
 
     def allows(self, request: LinkRequest) -> Callable[[ChunkForm], bool]:

@@ -80,3 +80,10 @@ def test_what_is_learnt_of_a_compacted_link_is_what_would_be_learnt_of_a_whole_o
         assert again.points == ["patched", "patched"]
         learnt.append(again.kv)
     assert torch.equal(*learnt)
+
+
+def test_the_words_that_choose_are_computed_again_where_blocks_know_them(make_rig):
+    rig, parts = make_rig(keeps_prefixes=True), [*PARTS, " Begin with the first one, and be brief."]
+    _, again = (rig.link(parts, "exact", compaction=Compaction(0.5)) for _ in range(2))
+    assert again.result.prefix_tokens_reused > 0
+    assert again.result.tokens_computed >= OBSERVERS

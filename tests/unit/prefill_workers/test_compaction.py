@@ -7,7 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prefill_workers.compaction.plan import COVERED, SINKS, CompactionPlan, compaction_plan, placeholder_ids
+from prefill_workers.compaction.plan import (
+    COVERED,
+    OBSERVERS,
+    SINKS,
+    CompactionPlan,
+    compaction_plan,
+    observed,
+    placeholder_ids,
+)
 from prefill_workers.compaction.reduction import anchors, buckets, coverage, importance, means
 from prefill_workers.protocol import ChunkSpan, Compaction, CompactionPolicy, LinkRequest
 from prefill_workers.scheduler.observers import observers
@@ -36,6 +44,12 @@ def planned(**options) -> CompactionPlan:
     plan = compaction_plan(request(**options), BLOCK)
     assert plan is not None
     return plan
+
+
+def test_words_that_choose_are_computed_though_an_earlier_prompt_had_them():
+    assert observed(request()) == observed(request(policy=MERGE)) == OBSERVERS
+    assert observed(request(n=160)) == 9, "no image is computed again for it"
+    assert observed(request(n=151)) == observed(request(budget=1.0)) == observed(request(policy=COVER)) == 1
 
 
 @pytest.mark.parametrize("policy", CompactionPolicy)
