@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from rig import Rig, all_free
-from torch_reference import TorchModel
+from torch_reference import Lazy, TorchModel
 
 from kvstore.operator.apply import relocate
 from prefill_workers.compaction.plan import OBSERVERS, SINKS, compaction_plan
@@ -28,17 +30,24 @@ def test_a_full_budget_hands_over_the_same_blocks_bit_for_bit(rig: Rig):
     assert all_free(rig)
 
 
-@pytest.mark.parametrize("policy", CompactionPolicy)
-def test_entries_are_those_of_the_prompts_own_attention_in_blocks_of_their_own(rig: Rig, policy: CompactionPolicy):
+@pytest.mark.parametrize(
+    ("policy", "lazy_blocks"), [*((policy, ()) for policy in CompactionPolicy), (CompactionPolicy.EVICT, [(0, 1)])]
+)
+def test_entries_are_those_of_the_prompts_own_attention_in_blocks_of_their_own(
+    rig: Rig, policy: CompactionPolicy, lazy_blocks: Sequence[tuple[int, int]]
+):
+    """With lazy layers it is their leaders' attention."""
     plan = rig.plan(PARTS, "off", compaction=Compaction(0.5, policy))
     pulled = []
     transfer = rig.engine.transfer_parameters
     rig.engine.transfer_parameters = lambda lease, blocks, tokens: (
         pulled.append((blocks, tokens)) or transfer(lease, blocks, tokens)
     )
+    rig.engine.set_lazy(lazy_blocks)
     try:
         result = rig.loop.submit(plan).result(60)
     finally:
+        rig.engine.set_lazy(())
         del rig.engine.transfer_parameters
     rig.settle()
     compaction = compaction_plan(plan.request, rig.engine.block_size)
@@ -50,7 +59,9 @@ def test_entries_are_those_of_the_prompts_own_attention_in_blocks_of_their_own(r
     assert not set(blocks) & set(plan.sequence.blocks)
     whole, compacted = rig.engine.read_kv(plan.sequence.blocks, 0, n), rig.engine.read_kv(blocks, 0, kept)
 
-    attention = TorchModel(rig.family).prompt(plan.sequence).attention
+    visual = plan.sequence.embedding_rows(torch.arange(n))[1]
+    lazy = Lazy({layer: leader for leader, layer in lazy_blocks}, visual) if lazy_blocks else None
+    attention = TorchModel(rig.family, lazy).prompt(plan.sequence).attention
     scores = (attention if policy is CompactionPolicy.PAPER else attention[:, -OBSERVERS:]).sum(1)
     if policy is CompactionPolicy.COVER:
         parts = zip(rig.engine.layout.segments, rig.engine.layout.split(whole[0]), strict=True)

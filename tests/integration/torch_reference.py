@@ -35,7 +35,7 @@ class Lazy:
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor]:
         layer = module.layer_idx
         if layer in self._leaders:
             rows = self._visual[None, None, :, None]
@@ -46,7 +46,8 @@ class Lazy:
         keys, values = (x.repeat_interleave(groups, 1) for x in (key, value))
         scores = query @ keys.transpose(-1, -2) * scaling
         scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
-        return (scores.softmax(-1) @ values).transpose(1, 2).contiguous(), None
+        shares = scores.softmax(-1)
+        return (shares @ values).transpose(1, 2).contiguous(), shares
 
 
 class TorchModel:
