@@ -184,6 +184,12 @@ class CompactionRefused(ValueError):
     """This model's KV cannot be reduced; the message says why."""
 
 
+def _linked_in(mode: Mode, session: SessionRef | None) -> Mode:
+    """Mode of a request, given its session: `auto` would link chunks approximately that the session has not got."""
+    is_exact = session is not None and session.survivors is Survivors.EXACT
+    return Mode.EXACT if is_exact and mode == Mode.AUTO else mode
+
+
 @dataclass(frozen=True)
 class LinkRequest:
     """Request for one prompt's KV, to a prefill worker.
@@ -193,7 +199,8 @@ class LinkRequest:
     the first word of the conversation; 0: not known. `readers` is how many decode sequences will pull the KV (`n` of
     the request). With `sampling` the answer's first token is wanted too. `patched` says of each chunk whether its
     sender knows of a patch for it where it stands, () where that does not matter or is not known: the choice of a
-    worker minds it, no worker does. `session`: whose kept KV serves, and which keeps what is linked.
+    worker minds it, no worker does. `session`: whose kept KV serves, and which keeps what is linked; where its
+    survivors are exact, `mode` is `exact` in place of `auto`.
 
     Raises:
         ValueError: chunks overlap, or are not in the prompt's order, or the head reaches into one.
@@ -215,6 +222,7 @@ class LinkRequest:
     load_bearing: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", _linked_in(self.mode, self.session))
         stop = 0
         if self.chunks and self.head > self.chunks[0].start:
             raise ValueError(f"a head of {self.head} tokens overlaps chunk 1, which begins at {self.chunks[0].start}")
@@ -239,7 +247,7 @@ class PrefetchRequest:
     """Announcement of a prompt's chunks while it is still being rendered.
 
     `contents` are content ids in the prompt's order, `documents` those of them that are text chunks; `delimiters` are
-    the token ids around the placeholders of the others, which are images. `prefix` and `session` are as in
+    the token ids around the placeholders of the others, which are images. `mode`, `prefix` and `session` are as in
     `LinkRequest`.
     """
 
@@ -250,6 +258,9 @@ class PrefetchRequest:
     tenant: str = "local"
     prefix: tuple[int, ...] = ()
     session: SessionRef | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", _linked_in(self.mode, self.session))
 
 
 @dataclass(frozen=True)

@@ -200,9 +200,7 @@ class SessionLinks:
             found,
             matches,
             [self._allowed(kept) for kept in session.segments],
-            exact=request.mode.kind is ModeKind.EXACT
-            or ref.survivors is Survivors.EXACT
-            or not self._allows(OperatingPoint.SURVIVED),
+            exact=request.mode.kind is ModeKind.EXACT or not self._allows(OperatingPoint.SURVIVED),
             refreshed=ref.survivors is not Survivors.KEEP,
             mended=ref.survivors is Survivors.REMOVAL,
             free_text=self._free_text,

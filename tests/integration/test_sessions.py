@@ -139,6 +139,19 @@ def test_with_survivors_exact_a_session_equals_exact(rig: Rig):
     assert rig.link(grown, "exact", session=careful).points == ["prefix"] * 3 + ["encoded"]
 
 
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_with_survivors_exact_no_chunk_is_patched(make_rig: Callable[..., Rig], keeps_prefixes: bool):
+    rig = make_rig(orbit_chunks=0, keeps_prefixes=keeps_prefixes)
+    short = [0, " then ", 1, " then ", 2]
+    rig.link(short)
+    moved = ["See ", *short]
+    assert "patched" in rig.link(moved).points
+    careful = SessionRef("careful", survivors=Survivors.EXACT)
+    asked, exact = rig.link(moved, session=careful), rig.link(moved, "exact")
+    assert set(asked.points) == {"recomputed"}
+    assert difference(asked.logprobs, exact.logprobs) < 1e-4
+
+
 def test_exact_takes_nothing_approximate_from_a_session(rig: Rig):
     rig.link(window(0), session=SESSION)
     rig.link(window(1), session=SESSION)

@@ -266,3 +266,10 @@ def test_kv_made_at_a_point_that_is_switched_off_since_does_not_serve(rig: Rig):
     assert set(rig.plan(rig.request(*parts)).points[1:]) == {OperatingPoint.SURVIVED}
     rig.disabled.add(OperatingPoint.PATCHED)
     assert rig.plan(rig.request(*parts)).points == [OperatingPoint.PREFIX, *[None] * 4]
+
+
+def test_survivors_exact_are_mode_exact_in_requests_and_their_announcements():
+    careful = SessionRef("s", survivors=Survivors.EXACT)
+    for session, mode in ((careful, Mode.EXACT), (SESSION, Mode.AUTO), (None, Mode.AUTO)):
+        assert LinkRequest("request", [1], session=session).mode == mode
+        assert PrefetchRequest(("page",), session=session).mode == mode
