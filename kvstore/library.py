@@ -2,7 +2,8 @@
 
 | call | blocks on | effect |
 |---|---|---|
-| get_canonical, get_patch, get_session, ... | a tier, at most load_timeout_s | memory, then the tiers |
+| get_canonical, get_patch, ... | a tier, at most load_timeout_s | memory, then the tiers |
+| get_session | a tier, at most load_timeout_s | the tiers, then memory |
 | load | nothing | the same as a Loading, for loading beside compute |
 | wait | a tier, at most load_timeout_s, or until a time | what a Loading gives |
 | put_canonical, put_patch, put_segment, ... | nothing | memory now, tiers behind the request |
@@ -178,14 +179,24 @@ class Library:
         return cast(SegmentRecord | None, self._get("segment", key, tenant))
 
     def get_session(self, key: str, tenant: str) -> SessionRecord | None:
-        """A session's manifest, or None, as `get_canonical`."""
-        return cast(SessionRecord | None, self._get("session", key, tenant))
+        """A session's manifest, or None, as `get_canonical`; the tiers' before memory's.
 
-    def load(self, kind: RecordKind, key: str, tenant: str) -> Loading:
-        """Start loading and return at once; loads of one record share one read."""
+        Manifests alone are replaced: another process may have gone on with the session.
+        """
+        found = self.wait(self.load("session", key, tenant, past_memory=True))
+        if found is None:
+            found = self._resident(record_path("session", key, self.fingerprint, tenant))
+        return cast(SessionRecord | None, found)
+
+    def load(self, kind: RecordKind, key: str, tenant: str, *, past_memory: bool = False) -> Loading:
+        """Start loading and return at once; loads of one record share one read.
+
+        `past_memory`: take what the tiers have, or are about to be given.
+        """
         path = record_path(kind, key, self.fingerprint, tenant)
         with self._lock:
-            if (resident := self._resident(path)) is not None:  # first: it may have been put while a tier hangs
+            resident = self._written(path) if past_memory else self._resident(path)
+            if resident is not None:  # first: it may have been put while a tier hangs
                 self._counts["memory_hits"] += 1
                 loading = Loading(path)
                 loading.set_result(resident)
@@ -506,10 +517,12 @@ class Library:
     def _resident(self, path: str) -> Record | None:
         """The record if memory has it: in the cache, or still waiting to be written."""
         record = self._hot.get(path)
-        if record is None:
-            write = self._pending(path)
-            record = None if write is None else write.record
-        return record
+        return self._written(path) if record is None else record
+
+    def _written(self, path: str) -> Record | None:
+        """The record if it waits to be written."""
+        write = self._pending(path)
+        return None if write is None else write.record
 
     def _pending(self, path: str) -> _Write | None:
         """The record if its write to some tier is queued or running."""

@@ -32,7 +32,8 @@ class SessionStore:
 
     Each is also a record of the library, from which another worker, or the next one, goes on. Their KV are records by
     themselves: what lies in a slower tier, or was evicted, is loaded or computed. Forks share records; one goes when no
-    session of this worker needs it.
+    session of this worker needs it. Those of a session that another worker has gone on with stay; the keeper, which
+    knows all manifests, sweeps them.
 
     Args:
         precision: of the engine's KV; sessions of another are not found.
@@ -81,7 +82,7 @@ class SessionStore:
         """A session that is not expired; None: there is none. May wait for a tier."""
         with self._lock:
             session = self._sessions.get((tenant, id))
-        if session is None:
+        if session is None or self._is_expired(session):  # another worker may have gone on with it
             session = self._load(tenant, id)
         return None if session is None or self._is_expired(session) else session
 
@@ -104,12 +105,15 @@ class SessionStore:
             if instead_of is not None and self._sessions.get(name) is not instead_of:
                 return False
             is_deleted = opened is not None and self._ended.get(name, 0) > opened
-            gone = set[tuple[str, str]]()
+            gone, ended, left = set[tuple[str, str]](), list[Session](), set[tuple[str, str]]()
             if not is_deleted:
-                gone.update(self._replace(name, session), self._make_room(name))
+                gone.update(self._replace(name, session))
+                ended, left = self._make_room(name)
                 self._library.put_session(self._record(session))  # under the lock: a deletion comes before or after
             gone |= self._unheld(_places(offered))
         self._delete(gone)
+        if ended:
+            self._deleting.submit(partial(self._delete_ended, ended, left))
         return not is_deleted
 
     def add_refreshed(self, tenant: str, id: str, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> None:
@@ -250,23 +254,41 @@ class SessionStore:
         """Records of these that no session holds."""
         return {place for place in places if place not in self._holders}
 
-    def _make_room(self, current: Name) -> list[tuple[str, str]]:
-        """Drop expired sessions, and, past the limit, idle ones of the tenant that holds most; `current` stays."""
-        dropped: list[tuple[str, str]] = []
+    def _make_room(self, current: Name) -> tuple[list[Session], set[tuple[str, str]]]:
+        """Drop expired sessions, and, past the limit, idle ones of the tenant that holds most; `current` stays.
+
+        Returns them, and the records that no session holds any more.
+        """
+        ended, dropped = list[Session](), set[tuple[str, str]]()
+
+        def drop(name: Name) -> None:
+            ended.append(self._sessions[name])
+            dropped.update(self._replace(name, None))
+
         for name in [name for name, session in self._sessions.items() if self._is_expired(session)]:
-            dropped += self._replace(name, None)
+            drop(name)
         while self.nbytes > self._settings.max_bytes:
             ranks = {tenant: rank for rank, (tenant, _) in enumerate(self._bytes.most_common())}
             others = [name for name in self._sessions if name != current]
             if not others:
                 break
-            dropped += self._replace(min(others, key=lambda name: ranks.get(name[0], len(ranks))), None)
-        return dropped
+            drop(min(others, key=lambda name: ranks.get(name[0], len(ranks))))
+        return ended, dropped
 
     def _delete(self, places: Collection[tuple[str, str]]) -> None:
         """Delete segments' records, in a while."""
         if places:
             self._deleting.submit(partial(self._delete_now, places))
+
+    def _delete_ended(self, ended: Iterable[Session], places: set[tuple[str, str]]) -> None:
+        """Delete what sessions held that were dropped, but for those that another worker has gone on with."""
+        for session in ended:
+            latest = self._load(session.tenant, session.id)
+            if latest is not None and latest.used > session.used:
+                places = places - _places(session).keys()
+        with self._lock:
+            places = self._unheld(places)
+        self._delete_now(places)
 
     def _delete_now(self, places: Iterable[tuple[str, str]]) -> None:
         for tenant, key in places:

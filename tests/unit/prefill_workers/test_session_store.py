@@ -268,6 +268,43 @@ def test_a_session_ends_when_nobody_asks_for_it(library: Library, clock: Clock):
     assert len(store) == 1
 
 
+@pytest.mark.parametrize("by", ["age", "bytes"])
+def test_a_worker_that_drops_its_copy_leaves_what_another_has_gone_on_with(
+    library: Library, tier: MemoryTier, clock: Clock, by: str
+):
+    store = store_of(library, clock, max_bytes=700)
+    session = put(store, library, "s", "hAB")
+    library.flush()
+    clock.now += HOUR / 2
+    with Library(LibrarySettings(), FINGERPRINT, [tier]) as elsewhere:
+        other = store_of(elsewhere, clock)
+        slid = other.get("acme", "s").moved_on((session.segments[0], session.segments[2]), clock.now)
+        other.put(slid)
+        elsewhere.flush()
+        if by == "age":
+            clock.now += HOUR / 2 + 1
+            assert store.get("acme", "s") == slid, "not its own, which is expired"
+        put(store, library, "t", "hAB")
+        put(store, library, "u", "hAB")
+        settle(store)
+        assert store.nbytes == 600, "its own copy is dropped"
+        assert store.get("acme", "s") == slid
+    with Library(LibrarySettings(), FINGERPRINT, [tier]) as third:
+        assert is_stored(third, session, 0)
+        assert is_stored(third, session, 2)
+
+
+def test_without_tiers_a_dropped_session_leaves_nothing_in_memory(clock: Clock):
+    with Library(LibrarySettings(), FINGERPRINT, []) as library:
+        store = store_of(library, clock)
+        session = put(store, library, "s", "hAB")
+        clock.now += HOUR + 1
+        put(store, library, "t", "h")
+        settle(store)
+        assert not any(is_stored(library, session, i) for i in range(3))
+        assert store.nbytes == 100
+
+
 def test_what_leaves_a_window_is_deleted_unless_a_fork_holds_it(library: Library, clock: Clock):
     store = store_of(library, clock)
     session = put(store, library, "s", "hAB")
