@@ -109,16 +109,22 @@ class Session:
         `made`: the field of a segment that it is.
         """
 
-        def with_kv(before: str, one: KeptSegment) -> KeptSegment:
-            kv = found.get(one.id)
-            if kv is None or (not one.content and kv.behind and kv.behind[-1] != before):  # of an equal text elsewhere
-                return one
-            if made == "mended":
-                return replace(one, mended=kv)
-            return replace(one, ahead=kv) if made == "ahead" else replace(one, refreshed=kv)
+        ids = tuple(segment.id for segment in self.segments)
+        chunks = [i for i, segment in enumerate(self.segments) if segment.content]
+        oldest, second = chunks[:2] if len(chunks) > 1 else (0, 0)
 
-        before = ("", *(segment.id for segment in self.segments))
-        return replace(self, segments=tuple(map(with_kv, before, self.segments)))
+        def with_kv(i: int, one: KeptSegment) -> KeptSegment:
+            kv, front = found.get(one.id), ids[:i]
+            if kv is None:
+                return one
+            if made == "refreshed":
+                is_elsewhere = not one.content and kv.behind[-1:] not in ((), front[-1:])  # of an equal text
+                return one if is_elsewhere else replace(one, refreshed=kv)
+            if kv.behind not in (front, front[:oldest] + front[second:]):  # of an equal segment elsewhere
+                return one
+            return replace(one, ahead=kv) if made == "ahead" else replace(one, mended=kv)
+
+        return replace(self, segments=tuple(with_kv(i, one) for i, one in enumerate(self.segments)))
 
     def without(self, content: str) -> Session:
         """The session without a content's segments and without KV computed behind them."""

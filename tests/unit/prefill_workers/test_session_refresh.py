@@ -232,6 +232,16 @@ def test_an_action_that_recurs_is_exact_too(worker: Worker):
     assert points[:6] == ["prefix"] * 6
 
 
+@pytest.mark.parametrize("pages", [(0, 1, 1, 1, 2), (1, 1, 1, 1, 2), (0, 1, 2, 1, 2, 1, 3)])
+def test_a_page_that_recurs_is_exact_wherever_it_stands(worker: Worker, pages: tuple[int, ...]):
+    *window, last = pages
+    worker.link(request(*window), at=5)
+    worker.idle()
+    points, kv = worker.link(request(*window[1:], last), at=2)
+    assert points[: 2 * len(window) - 2] == ["prefix"] * (2 * len(window) - 2)
+    assert apart(kv, worker.exact(request(*window[1:], last), at=2), Run(0, kv.shape[1])) < 1e-5
+
+
 def test_what_an_old_link_lacks_ends_no_later_ones_refresh(worker: Worker):
     worker.link(request(0, 1, 2))
     worker.refresh.step()

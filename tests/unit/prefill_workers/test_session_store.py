@@ -231,7 +231,8 @@ def put(store: SessionStore, library: Library, id: str, names: str, tenant: str 
                 antecedents=tuple(f"page {other}" for other in names[:i]),
             )
         )  # fmt: skip
-        found.append(KeptSegment(name, 2, f"page {name}", (), KeptKV(key, tuple(names[:i]), True, size)))
+        content = "" if name == "h" else f"page {name}"  # the head is text
+        found.append(KeptSegment(name, 2, content, (), KeptKV(key, tuple(names[:i]), True, size)))
     session = store.open(tenant, SessionRef(id)).moved_on(tuple(found), store._clock())
     store.put(session)
     return session
