@@ -11,7 +11,7 @@ import asyncio
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from serving.frontend.errors import InvalidRequest
 from serving.frontend.video_options import VideoOptions
 
 _KNOWN = 4096  # videos whose heads are kept
-_SHORT = 8_000_000  # sampled pixels that are decoded before there is a reservation for them
+SHORT = 8_000_000  # sampled pixels of a request that are decoded before there is a reservation for them
 _SAMPLE = 64  # pixels of a side
 _DEFAULT_FRAMES = 32  # vLLM's `VideoMediaIO`: most frames for models without a rule of their own
 
@@ -124,12 +124,20 @@ class Clips:
         )
 
     def open(
-        self, data: bytes, content: str, options: VideoOptions, where: str, decodes_short: bool = True
+        self,
+        data: bytes,
+        content: str,
+        options: VideoOptions,
+        where: str,
+        decodes: Callable[[int], bool] = lambda pixels: pixels <= SHORT,
     ) -> list[Clip]:
         """The clips of a video with this content id.
 
-        They are decoded already where the video is new and their frames are few (`decodes_short`): it takes a process
-        to read it, and a camera's clips would take two each.
+        They are decoded already where the video is new and their frames are few: it takes a process to read it, and a
+        camera's clips would take two each.
+
+        Args:
+            decodes: whether so many pixels are few.
 
         Raises:
             InvalidRequest: a video that cannot be read or is beyond a bound, or nothing of it in the range asked for.
@@ -148,7 +156,7 @@ class Clips:
                     if len(self._heads) > _KNOWN:
                         self._heads.popitem(last=False)
                 clips = self._cut(data, content, reader.head, options, where)
-                if decodes_short and sum(clip.pixels for clip in clips) <= _SHORT:
+                if decodes(sum(clip.pixels for clip in clips)):
                     fill(clips, reader)
                 return clips
         except UnreadableVideo as error:

@@ -25,7 +25,7 @@ from kvstore.errors import UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, is_shared, owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api.clips import Clip, Clips
+from serving.api.clips import SHORT, Clip, Clips
 from serving.api.errors import NotFound
 from serving.api.fetching import MediaFetcher, bytes_of_data_url
 from serving.api.image_limits import ImageLimits
@@ -132,6 +132,7 @@ class MediaResolver:
             RequestBudget(
                 None if self._clips is None else self._clips.max_pixels, "videos have {} sampled pixels", too_large
             ),
+            RequestBudget(SHORT, "short videos have {} sampled pixels", too_large),
         )
         characters = RequestBudget(
             self._max_characters, "documents have {} characters, the most that a prompt can hold,", too_large
@@ -223,13 +224,13 @@ class MediaResolver:
     async def _videos(
         self, data: bytes, owner: str, where: str, images: ImageBudgets, options: VideoOptions, is_stored: bool
     ) -> list[Clip]:
-        """Clips of a video; of a long one, and of one that is known, not decoded yet.
+        """Clips of a video; of a long one, one that is known, and one behind many short ones, not decoded yet.
 
         Those of an upload are noted: its deletion reaches what is computed from them.
         """
         opener = self._opener(where)
         content = owned_content_id(data, owner, self._secret)
-        clips = await asyncio.to_thread(opener.open, data, content, options, where)
+        clips = await asyncio.to_thread(opener.open, data, content, options, where, images.ahead.fits)
         images.clips.take(sum(clip.pixels for clip in clips), where)
         if is_stored:
             await asyncio.to_thread(self._note, content, owner, clips)

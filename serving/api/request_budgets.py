@@ -29,6 +29,13 @@ class RequestBudget:
                 of = self._of.format(f"more than {self._most}")
                 raise self._refusal(f"{where}: up to here the request's {of} in all", where)
 
+    def fits(self, count: int) -> bool:
+        """Take a part if that is no more than is left, else nothing."""
+        with self._lock:
+            fits = self._most is None or self._taken + count <= self._most
+            self._taken += count if fits else 0
+            return fits
+
 
 def too_large(message: str, where: str) -> TooLarge:
     """The refusal of what is too large, wherever it is."""
@@ -47,3 +54,4 @@ class ImageBudgets:
     pixels: RequestBudget
     tokens: RequestBudget
     clips: RequestBudget  # pixels of sampled frames
+    ahead: RequestBudget  # those of them that are decoded before there is memory for all

@@ -200,7 +200,7 @@ class Preparer:
             raise EntryError(f"{where}: the model takes no videos")
         options = VideoOptions.model_validate_json(entry.video or "{}")
         try:
-            clips = self._clips.open(data, content, options, where, decodes_short=False)
+            clips = self._clips.open(data, content, options, where, decodes=lambda pixels: False)
         except (InvalidRequest, TooLarge) as error:
             raise EntryError(str(error.args[0])) from error
         if (pixels := sum(clip.pixels for clip in clips)) > self._clips.max_pixels:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from video_support import video
+from video_support import SIZE, video
 from vllm.renderers import ChatParams, renderer_from_config
 from vllm.renderers.params import TokenizeParams
 
@@ -17,7 +17,7 @@ from infra.reference import WEIGHTS
 from kvstore.settings import FileSettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api.clips import Clips, cut
+from serving.api.clips import Clip, Clips, cut
 from serving.api.media import MediaResolver
 from serving.documents.settings import VideoSettings
 from serving.engine_spec import front_end_config
@@ -122,6 +122,31 @@ async def test_a_video_that_cannot_be_read_is_refused_by_its_place(front: Front)
     for start in (60, 11.9):
         with pytest.raises(InvalidRequest, match=r"has 12.00 s, and no frame of it is between"):
             await front.segments(MP4, start_seconds=start)
+
+
+def request_of(*videos: bytes) -> list[dict[str, Any]]:
+    urls = [f"data:video/mp4;base64,{base64.b64encode(data).decode()}" for data in videos]
+    return [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}} for url in urls]}]
+
+
+async def test_a_requests_short_videos_are_decoded_ahead_up_to_a_bound_for_all(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+):
+    opener = front.media._clips
+    assert opener is not None
+    ahead: list[bool] = []
+
+    def opened(*given: Any) -> list[Clip]:
+        clips = Clips.open(opener, *given)
+        ahead.extend(bool(clip.frames) for clip in clips)
+        return clips
+
+    monkeypatch.setattr(opener, "open", opened)
+    videos = [video(frames=8 + n) for n in range(4)]  # new ones, of 4 or 5 or 6 sampled frames
+    monkeypatch.setattr("serving.api.media.SHORT", 12 * SIZE[0] * SIZE[1])
+    (message,) = await front.media.resolve_messages(request_of(*videos), "local")
+    assert 1 <= sum(ahead) <= 3
+    assert all(part["video_url"].frames for part in message["content"]), "the others once there was memory"
 
 
 async def test_models_without_videos_refuse_them(tmp_path: Path):
