@@ -12,6 +12,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ class Clip:
     """A video's part ready for vLLM's renderer, as `video_url` of a content part.
 
     `part`: form and number that its content id is made of. `indices` of frames in a video of constant rate; `frames` is
-    empty until it is decoded.
+    empty until it is decoded, while it has one of the `readers`.
     """
 
     content: str
@@ -51,6 +52,7 @@ class Clip:
     settings: VideoSettings = field(repr=False)
     data: bytes = field(repr=False)
     frames: list[NDArray[np.uint8]] = field(default_factory=list, repr=False)
+    readers: AbstractContextManager[object] = field(default_factory=nullcontext, repr=False, compare=False)
 
     @property
     def pixels(self) -> int:
@@ -67,7 +69,7 @@ class Clip:
             UnreadableVideo: frames of it cannot be decoded.
         """
         if not self.frames:
-            with opened(self.data, self.settings) as reader:
+            with self.readers, opened(self.data, self.settings) as reader:
                 fill([self], reader)
         return np.stack(self.frames), video_metadata(self.indices, self.head.fps, self.head.frames)
 
@@ -96,6 +98,7 @@ class Clips:
         self._form = f"clip-{backend}-{settings.fps:g}-1"
         self._heads: OrderedDict[str, VideoHead] = OrderedDict()
         self._lock = threading.Lock()
+        self._readers = threading.Semaphore(settings.readers)
 
     @classmethod
     def of(cls, renderer: BaseRenderer, settings: VideoSettings) -> Clips | None:
@@ -150,7 +153,7 @@ class Clips:
         if head is not None:
             return self._cut(data, content, head, options, where)
         try:
-            with opened(data, self._settings) as reader:
+            with self._readers, opened(data, self._settings) as reader:
                 with self._lock:
                     self._heads[content] = reader.head
                     if len(self._heads) > _KNOWN:
@@ -183,7 +186,7 @@ class Clips:
         if not waiting:
             return
         try:
-            with opened(waiting[0].data, self._settings) as reader:
+            with self._readers, opened(waiting[0].data, self._settings) as reader:
                 fill(waiting, reader)
         except UnreadableVideo as error:
             raise InvalidRequest(f"{where}: {error}", parameter=where) from error
@@ -194,12 +197,13 @@ class Clips:
         part = f"{self._form}-{round(stop * 1000)}", round(start * 1000)
         name = part_id(content, *part)
         if count <= 0:
-            return Clip(name, part, (), head, self._settings, data)
+            return Clip(name, part, (), head, self._settings, data, readers=self._readers)
         source = VideoSourceMetadata(count, head.fps, count / head.fps)
         target = VideoTargetMetadata(_DEFAULT_FRAMES, self._settings.fps, self._settings.max_seconds)
         # of one frame, samplers that round down to pairs would take none
         sampled = [0] if count == 1 else self._sampler.compute_frames_index_to_sample(source, target)
-        return Clip(name, part, tuple(first + index for index in sampled), head, self._settings, data)
+        indices = tuple(first + index for index in sampled)
+        return Clip(name, part, indices, head, self._settings, data, readers=self._readers)
 
 
 def fill(clips: Sequence[Clip], reader: VideoReader) -> None:

@@ -49,3 +49,4 @@ class VideoSettings(Settings):
     memory_bytes: int = Field(
         1536 * MIB, ge=256 * MIB, description="Address space of the process that reads one video."
     )
+    readers: int = Field(2, ge=1, description="Videos that one replica reads at once; further ones wait.")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from kvstore.uploads.vector_stores import VectorStores
 from serving.api.clips import Clip, Clips, cut
 from serving.api.media import MediaResolver
 from serving.documents.settings import VideoSettings
+from serving.documents.video import VideoReader, opened
 from serving.engine_spec import front_end_config
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
@@ -147,6 +152,36 @@ async def test_a_requests_short_videos_are_decoded_ahead_up_to_a_bound_for_all(
     (message,) = await front.media.resolve_messages(request_of(*videos), "local")
     assert 1 <= sum(ahead) <= 3
     assert all(part["video_url"].frames for part in message["content"]), "the others once there was memory"
+
+
+async def test_no_more_videos_are_read_at_once_than_there_are_readers(front: Front, monkeypatch: pytest.MonkeyPatch):
+    running, most, lock = 0, 0, threading.Lock()
+
+    @contextmanager
+    def counted(data: bytes, settings: VideoSettings) -> Iterator[VideoReader]:
+        nonlocal running, most
+        with opened(data, settings) as reader:
+            with lock:
+                running += 1
+                most = max(most, running)
+            try:
+                yield reader
+            finally:
+                time.sleep(0.05)  # others would come
+                with lock:
+                    running -= 1
+
+    monkeypatch.setattr("serving.api.clips.opened", counted)
+    clips = Clips.of(front.renderer, VideoSettings(readers=1))
+    assert clips is not None
+    names, options = [f"{n:064x}" for n in range(4)], VideoOptions()
+
+    def read(name: str) -> None:
+        for clip in clips.open(MP4, name, options, "here", lambda pixels: name == names[0]):
+            assert len(clip.decoded[0]) == len(clip.indices)
+
+    await asyncio.gather(*(asyncio.to_thread(read, name) for name in names))
+    assert most == 1
 
 
 async def test_models_without_videos_refuse_them(tmp_path: Path):
