@@ -327,7 +327,7 @@ def _why(error: ValidationError) -> str:
     own = next((one for one in errors if one["loc"][1:2] not in others), None)
     if own is None:
         kind = next(iter(others.values()))
-        return f"content parts of type {kind!r} are not supported; use text, image_url or file"
+        return f"content parts of type {kind!r} are not supported; use text, image_url, video_url or file"
     return ": ".join((*filter(None, [".".join(map(str, own["loc"][2:]))]), own["msg"]))
 
 

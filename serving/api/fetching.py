@@ -48,10 +48,10 @@ class MediaFetcher:
         if url.startswith("data:"):
             return await asyncio.to_thread(bytes_of_data_url, url, where, limit)
         if not url.startswith(("http://", "https://")):
-            raise InvalidRequest(f"{where}: image URLs must be data: or http(s) URLs", parameter=where)
+            raise InvalidRequest(f"{where}: URLs of images and videos must be data: or http(s) URLs", parameter=where)
         if not self._settings.allow_http_images:
             raise InvalidRequest(
-                f"{where}: http image URLs are not allowed here (`http.allow_http_images`); "
+                f"{where}: http(s) URLs are not allowed here (`http.allow_http_images`); "
                 "send a data URL or upload to /v1/files",
                 parameter=where,
             )
@@ -71,18 +71,18 @@ class MediaFetcher:
                         response.raise_for_status()
                         encoding = response.headers.get("content-encoding", "identity")
                         if encoding.lower() != "identity":  # a few bytes may decode to more than there is memory
-                            raise InvalidRequest(f"{where}: the image came encoded ({encoding})", parameter=where)
+                            raise InvalidRequest(f"{where}: the file came encoded ({encoding})", parameter=where)
                         data = bytearray()
                         async for block in response.aiter_raw():
                             data += block
                             if len(data) > limit:
-                                raise TooLarge(f"{where}: the image is larger than {limit} bytes")
+                                raise TooLarge(f"{where}: the file is larger than {limit} bytes")
                         return bytes(data)
         except TimeoutError as error:
             seconds = self._settings.http_image_timeout_s
-            raise InvalidRequest(f"{where}: the image was not fetched within {seconds:g} s", parameter=where) from error
+            raise InvalidRequest(f"{where}: the file was not fetched within {seconds:g} s", parameter=where) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise InvalidRequest(f"{where}: the image could not be fetched: {error}", parameter=where) from error
+            raise InvalidRequest(f"{where}: the file could not be fetched: {error}", parameter=where) from error
         raise InvalidRequest(f"{where}: more than {_MAX_REDIRECTS} redirects", parameter=where)
 
     def _check_domain(self, url: str, where: str) -> None:
@@ -91,7 +91,7 @@ class MediaFetcher:
         host = _host_and_port(url, where)[0].rstrip(".")
         if allowed and host not in allowed:
             raise InvalidRequest(
-                f"{where}: {host!r} is not among the hosts that images may be fetched from: {', '.join(allowed)} "
+                f"{where}: {host!r} is not among the hosts that files may be fetched from: {', '.join(allowed)} "
                 "(`http.allowed_media_domains`)",
                 parameter=where,
             )

@@ -204,7 +204,7 @@ def test_no_malformed_message_is_an_internal_error(app: FastAPI, given_messages:
         ({"type": "image_url", "image_url": {}}, "image_url.url: Field required"),
         ({"type": "image_url"}, "image_url: Field required"),
         ({"type": "input_audio", "input_audio": {}}, "input_audio.data: Field required"),
-        ({"type": "wat"}, "content parts of type 'wat' are not supported"),
+        ({"type": "wat"}, "parts of type 'wat' are not supported; use text, image_url, video_url or file"),
         (5, "valid dictionary"),
     ],
     ids=str,
