@@ -22,6 +22,7 @@ from kvstore.settings import FileSettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.clips import Clip, Clips, cut
+from serving.api.errors import TooLarge
 from serving.api.media import MediaResolver
 from serving.documents.settings import VideoSettings
 from serving.documents.video import VideoReader, opened
@@ -132,6 +133,30 @@ async def test_a_video_that_cannot_be_read_is_refused_by_its_place(front: Front)
 def request_of(*videos: bytes) -> list[dict[str, Any]]:
     urls = [f"data:video/mp4;base64,{base64.b64encode(data).decode()}" for data in videos]
     return [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}} for url in urls]}]
+
+
+async def test_videos_beyond_a_bound_are_refused_by_its_number(front: Front, tmp_path: Path):
+    files = FileStore(str(tmp_path), FileSettings())
+
+    async def ask(url: str, **bounds: int) -> None:
+        clips = Clips.of(front.renderer, VideoSettings(**bounds))
+        media = MediaResolver(HttpSettings(), files, VectorStores(files), clips=clips)
+        part = {"type": "video_url", "video_url": {"url": url}}
+        await media.resolve_messages([{"role": "user", "content": [part, part]}], "local")
+
+    url = request_of(MP4)[0]["content"][0]["video_url"]["url"]
+    most = len(MP4) - 4
+    with pytest.raises(TooLarge, match=rf"content\[0\]: larger than {most} bytes"):
+        await ask(url, max_bytes=most)
+    clips = Clips.of(front.renderer, VideoSettings(max_bytes=most))
+    assert clips is not None
+    with pytest.raises(TooLarge, match=rf"here: the video has more than the {most} bytes") as refused:
+        clips.open(MP4, "f" * 64, VideoOptions(), "here")
+    assert refused.value.http_status == 413
+    pixels = sum(clip.pixels for clip in front.media._clips.open(MP4, "f" * 64, VideoOptions(), "here"))
+    await ask(url, max_sampled_pixels=2 * pixels)
+    with pytest.raises(TooLarge, match=f"the request's videos have more than {2 * pixels - 1} sampled pixels in all"):
+        await ask(url, max_sampled_pixels=2 * pixels - 1)
 
 
 async def test_a_requests_short_videos_are_decoded_ahead_up_to_a_bound_for_all(
