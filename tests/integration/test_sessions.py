@@ -169,3 +169,18 @@ def test_what_stands_behind_something_it_never_saw_is_computed(rig: Rig):
     assert (outcome.prefix, outcome.survived, outcome.computed, outcome.new) == (1, 0, 6, 2)
     exact = rig.link([0, ACTIONS[0], *window(1)], "exact")
     assert difference(recalled_in_front.logprobs, exact.logprobs) < 1e-4
+
+
+def test_what_comes_back_is_linked_by_its_patch_behind_few_words(rig: Rig):
+    def asked(first: int) -> list[Part]:
+        return [first, " then ", first + 1, " then ", first + 2]
+
+    for first in (0, 1):
+        rig.link(asked(first), session=SESSION)
+    recalled, exact = rig.link(asked(0), session=SESSION), rig.link(asked(0), "exact")
+    assert recalled.points == ["patched"] * 3
+    assert {str(chunk.kind) for chunk in recalled.result.chunks} == {"own"}
+    outcome = recalled.result.session
+    assert outcome is not None
+    assert (outcome.prefix, outcome.survived, outcome.recalled) == (1, 0, 2), "the page and the words behind it"
+    assert apart(recalled.kv, exact.kv) < 1e-4

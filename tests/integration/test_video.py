@@ -51,6 +51,18 @@ def test_a_full_rank_patch_of_a_clip_is_exact(rig: Rig):
     assert float((blind.logprobs - exact.logprobs).abs().max()) > 1e-2, "blind reuse must lose something"
 
 
+def test_full_rank_patches_of_a_set_of_clips_are_exact_in_another_order(rig: Rig):
+    one, other = Clip(1), Clip(2, frames=6, start=4)
+    segments = rig.render([one, other, "What happens?"])
+    head = segments.chunks[0].start
+    rig.link(segments, head=head)
+    patched, exact = (rig.link([other, one, "And then?"], mode, head=head) for mode in ("auto", "exact"))
+    assert patched.points == ["patched"] * 2
+    assert [str(chunk.kind) for chunk in patched.result.chunks] == ["orbit", "pair"], "behind none, and behind one"
+    assert all(apart(patched.chunk_kv(i), exact.chunk_kv(i)) < 1e-4 for i in range(2))
+    assert float((patched.logprobs - exact.logprobs).abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize("shift", [64, 1017])
 def test_a_clip_relocates_exactly(rig: Rig, shift: int):
     alone, there = lone(rig, Clip(1), 0), lone(rig, Clip(1), shift)
