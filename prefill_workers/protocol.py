@@ -185,7 +185,10 @@ class CompactionRefused(ValueError):
 
 
 def _linked_in(mode: Mode, session: SessionRef | None) -> Mode:
-    """Mode of a request, given its session: `auto` would link chunks approximately that the session has not got."""
+    """Mode of a request, given its session.
+
+    `auto` would link chunks approximately that the session has not got.
+    """
     is_exact = session is not None and session.survivors is Survivors.EXACT
     return Mode.EXACT if is_exact and mode == Mode.AUTO else mode
 

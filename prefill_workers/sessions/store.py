@@ -281,7 +281,7 @@ class SessionStore:
             self._deleting.submit(partial(self._delete_now, places))
 
     def _delete_ended(self, ended: Iterable[Session], places: set[tuple[str, str]]) -> None:
-        """Delete what sessions held that were dropped, but for those that another worker has gone on with."""
+        """Delete what dropped sessions held, but for those that another worker has gone on with."""
         for session in ended:
             latest = self._load(session.tenant, session.id)
             if latest is not None and latest.used > session.used:

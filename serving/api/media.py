@@ -224,7 +224,9 @@ class MediaResolver:
     async def _videos(
         self, data: bytes, owner: str, where: str, images: ImageBudgets, options: VideoOptions, is_stored: bool
     ) -> list[Clip]:
-        """Clips of a video; of a long one, one that is known, and one behind many short ones, not decoded yet.
+        """Clips of a video.
+
+        Those of a long one, of one that is known, and of one beside many short ones are not decoded yet.
 
         Those of an upload are noted: its deletion reaches what is computed from them.
         """
