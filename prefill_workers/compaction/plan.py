@@ -94,7 +94,7 @@ def compaction_plan(request: LinkRequest, block_size: int) -> CompactionPlan | N
 
 
 def observed(request: LinkRequest) -> int:
-    """Last tokens that a link's own forward computes, also where blocks of an earlier prompt have them.
+    """Last tokens that a link's own forward computes, also where earlier prompts had them.
 
     It is one, or as many words behind the last chunk as tell what is important.
     """
