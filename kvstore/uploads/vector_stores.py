@@ -99,6 +99,7 @@ class VectorStores:
         self._batches = JsonObjects(self._tier, Batch)
         self._activity = JsonObjects(self._tier, Activity)
         self.states = IndexStates(self._tier)
+        self._noted: dict[str, float] = {}  # by store: when this process noted its use in a request
         self._changing = threading.RLock()  # a change looks at what is there and writes in one step
 
     # Stores
@@ -286,6 +287,15 @@ class VectorStores:
             return self._files.content(reference.tenant, file_id)
         raise UnknownFile(file_id)
 
+    def note_use(self, store_id: str) -> None:
+        """Note that a store is used in a request; most calls cost nothing."""
+        now = time.time()
+        if now - self._noted.get(store_id, 0.0) <= _ACTIVITY_SECONDS:
+            return
+        self._noted[store_id] = now
+        with suppress(TierUnavailable):  # a failed write is no reason not to read
+            self._note_use(store_id)
+
     def bytes_of(self, reference: Reference) -> bytes:
         """The bytes of a store's file. Raises UnknownFile."""
         return self._files.content(reference.tenant, reference.file)
@@ -371,6 +381,7 @@ class VectorStores:
 
     def _drop_store(self, store_id: str) -> set[str]:
         self._tier.delete(_store_key(store_id))
+        self._noted.pop(store_id, None)
         dropped = self._drop(list(self._entries(store_id)), noted=False)
         left = (key for kind in (_BATCHES, _REMOVED, _STATES) for key in self._tier.keys(f"{kind}{store_id}/"))
         for key in [_activity_key(store_id), *left]:

@@ -178,10 +178,12 @@ class Retrieval:
         best: dict[tuple[str, int], Hit] = {}  # a file in two stores is found once
         for hit in sorted((hit for answer in answers for hit in answer.hits), key=lambda hit: -hit.score):
             best.setdefault((hit.file, hit.number), hit)
-        return await asyncio.to_thread(self._there, list(best.values()), options.max_num_results), answers
+        return await asyncio.to_thread(self._there, store_ids, list(best.values()), options.max_num_results), answers
 
-    def _there(self, hits: Sequence[Hit], most: int) -> list[Result]:
-        """The first hits whose files are in their stores still."""
+    def _there(self, store_ids: Sequence[str], hits: Sequence[Hit], most: int) -> list[Result]:
+        """The first hits whose files are in their stores still; the stores were used."""
+        for store_id in store_ids:
+            self.stores.note_use(store_id)
         found: list[Result] = []
         known: dict[tuple[str, str], Reference | None] = {}
         for hit in hits:

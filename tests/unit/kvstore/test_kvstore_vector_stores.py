@@ -143,6 +143,20 @@ def test_expiry_counts_from_the_last_use(reopen: Open, monkeypatch: pytest.Monke
     assert all(key.startswith(("files/", "owed/")) for key in list(stores._tier.keys()))
 
 
+def test_use_in_requests_is_written_once_an_hour_and_read_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores, now = VectorStores(FileStore(tier := FaultyTier(MemoryTier()))), time.time()
+    store = stores.create(expires_days=1)
+    tier.calls.clear()
+    for minutes in (0, 30, 59, 61, 90):
+        monkeypatch.setattr(time, "time", lambda minutes=minutes: now + minutes * 60)
+        stores.note_use(store.id)
+    assert [action for action, _ in tier.calls] == ["put", "put"]
+    assert stores.summary(store).last_active_at == int(now + 61 * 60)
+    tier.failing.add("put")
+    monkeypatch.setattr(time, "time", lambda: now + 86400)
+    stores.note_use(store.id)
+
+
 def test_a_reference_is_read_in_few_round_trips() -> None:
     class Together(WrappedTier):
         """Answers for no store before it is asked for the reference, and for when the store was used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 from base64 import b64encode
 from collections.abc import Sequence
 from functools import partial
@@ -181,6 +182,19 @@ async def test_a_file_beyond_an_index_bound_fails_and_says_which(
     assert found[0] == ("completed", "")
     assert (found[1][0], told in found[1][1]) == ("failed", True)
     assert [one.filename for one in (await client.vector_stores.search(store.id, query="fuel")).data] == ["bees.txt"]
+
+
+async def test_a_store_that_is_searched_does_not_expire(api: Api, monkeypatch: pytest.MonkeyPatch):
+    client, now = api.client(), time.time()
+    expiry: Any = {"anchor": "last_active_at", "days": 1}
+    store = await client.vector_stores.create(expires_after=expiry)
+    for hours in (20, 40, 60):
+        monkeypatch.setattr(time, "time", lambda hours=hours: now + hours * 3600)
+        await client.vector_stores.search(store.id, query="bees")
+    assert (await client.vector_stores.retrieve(store.id)).last_active_at == int(now + 60 * 3600)
+    monkeypatch.setattr(time, "time", lambda: now + 85 * 3600)
+    with pytest.raises(openai.NotFoundError):
+        await client.vector_stores.search(store.id, query="bees")
 
 
 async def test_filters_thresholds_and_counts_bound_what_is_found(api: Api):
