@@ -30,7 +30,7 @@ from kvstore.uploads.references import Reference
 from kvstore.uploads.vector_stores import VectorStores
 from serving.errors import RoleUnavailable
 from serving.retrieval.batching import MicroBatcher
-from serving.retrieval.embedders.base import Embedder, EmbedderFailed, Item
+from serving.retrieval.embedders.base import Embedder, EmbedderFailed, InputRefused, Item
 from serving.retrieval.parts import FileSplitter, UnusableFile
 from serving.retrieval.protocol import Hit, Search, SearchAnswer, SearchRefused
 from serving.retrieval.settings import RetrieverSettings
@@ -270,6 +270,8 @@ class StoreIndices:
             await self._follow_all(store, [file])  # first: who reads "completed" must find it, whatever replica answers
         except (UnknownVectorStore, UnknownFile):
             return  # taken out meanwhile
+        except InputRefused as failure:
+            error = "invalid_file", str(failure)
         except (EmbedderFailed, StoreError, RoleUnavailable) as failure:  # in progress still: the next look tries again
             logger.warning("%s is not indexed yet: %s", file, failure)
             return
@@ -292,7 +294,7 @@ class StoreIndices:
         """Take a file apart, embed it, and write its record.
 
         Raises:
-            UnusableFile, EmbedderFailed, UnknownFile, UnknownVectorStore.
+            UnusableFile, EmbedderFailed, InputRefused, UnknownFile, UnknownVectorStore.
         """
         began = time.perf_counter()
         upload = await asyncio.to_thread(self._files.get, reference.tenant, reference.file)

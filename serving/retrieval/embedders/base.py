@@ -30,6 +30,10 @@ class EmbedderFailed(RuntimeError):
     """An embedder did not answer, or not as it should."""
 
 
+class InputRefused(EmbedderFailed):
+    """An embedder refuses what it is to embed; asking again changes nothing."""
+
+
 @dataclass(frozen=True)
 class Item:
     """Input of an embedder: a text, an image (the bytes of its file), or both."""
@@ -55,7 +59,7 @@ class Embedder(Protocol):
         """Vectors of questions. Raises EmbedderFailed."""
 
     async def embed_documents(self, items: Sequence[Item]) -> list[Array]:
-        """Vectors of parts of documents. Raises EmbedderFailed."""
+        """Vectors of parts of documents. Raises EmbedderFailed, InputRefused."""
 
 
 def unit(vectors: Array) -> Array:

@@ -15,10 +15,11 @@ import numpy as np
 from blake3 import blake3
 
 from kvstore.search.grown import Array
-from serving.retrieval.embedders.base import EmbedderFailed, Item, Modality, unit
+from serving.retrieval.embedders.base import EmbedderFailed, InputRefused, Item, Modality, unit
 
 _BATCH = 64  # texts of a call
 _AT_ONCE = 4  # calls
+_REFUSED = (400, 413, 422)  # statuses of an input that is too long, too large, or not readable
 _LONGEST_ERROR = 200  # characters of a server's answer that are told
 
 
@@ -103,7 +104,8 @@ class HttpEmbedder:
                 f"the embedder at {self._url} does not answer: {error or type(error).__name__}"
             ) from error
         if response.status_code != httpx.codes.OK:
-            raise EmbedderFailed(
+            failure = InputRefused if response.status_code in _REFUSED else EmbedderFailed
+            raise failure(
                 f"the embedder at {self._url} answered {response.status_code}: {response.text[:_LONGEST_ERROR]}"
             )
         try:

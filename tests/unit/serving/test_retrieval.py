@@ -467,6 +467,25 @@ async def test_an_embedder_behind_a_url_batches_texts_and_tells_what_is_wrong():
         await embedder.embed_queries([Item("one")])
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_file_that_the_embedder_refuses_fails_with_the_reason(tmp_path: Path, status: int):
+    def answer(request: httpx.Request) -> httpx.Response:
+        texts = json.loads(request.content)["input"]
+        if any("ferry" in text for text in texts):
+            return httpx.Response(status, text="input is too long")
+        return httpx.Response(200, json={"data": [{"index": i, "embedding": [1.0]} for i in range(len(texts))]})
+
+    embedder = await HttpEmbedder.connect("http://there/v1", "m", transport=httpx.MockTransport(answer))
+    client = Api(tmp_path, embedder).client()
+    store = await client.vector_stores.create()
+    file = await client.files.create(file=("boats.txt", BOATS.encode()), purpose="assistants")
+    async with asyncio.timeout(20):
+        added = await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+    assert (added.status, added.last_error.code) == ("failed", "invalid_file")
+    assert f"answered {status}: input is too long" in added.last_error.message
+    assert (await client.vector_stores.search(store.id, query="the ferry")).data == []  # by words alone
+
+
 def test_an_embedder_that_is_none_is_refused_by_name():
     with pytest.raises(ValueError, match="lexical, static, model, path"):
         RetrieverSettings(embedder="magic")
