@@ -51,6 +51,11 @@ class IndexStates:
         """States of a store's files; what is not in it is in progress."""
         return states_of(self._tier.keys(f"{ROOT}{store}/"))
 
+    def one(self, store: str, file: str, added: int) -> State:
+        """State of one file."""
+        known = states_of(self._tier.keys(f"{ROOT}{store}/{file}.{added}."))
+        return known.get((file, added), IndexState()).state
+
     def note(self, store: str, file: str, added: int, state: State, error: tuple[str, str] | None = None) -> None:
         """Note a file's state; `error`: code and message of one that failed."""
         prefix = f"{ROOT}{store}/{file}.{added}."
@@ -61,6 +66,10 @@ class IndexStates:
         self._tier.put(prefix + state, [pa.py_buffer(body)])
         if state == "completed":
             self._tier.delete_all([prefix + "failed", prefix + "cancelled"])
+
+    def try_again(self, store: str, file: str, added: int) -> None:
+        """Put a file that failed, or was cancelled, in progress."""
+        self._tier.delete_all([f"{ROOT}{store}/{file}.{added}.{one}" for one in ("failed", "cancelled")])
 
     def note_change(self, store: str, file: str, added: int) -> None:
         """Note that a file's attributes changed."""

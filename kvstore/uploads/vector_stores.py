@@ -188,6 +188,8 @@ class VectorStores:
                     added[i] = reference = replace(reference, created_at=there.created_at, added=there.added)
                     if _tuple(there.chunking) != _tuple(chunking):
                         self.states.note(store_id, reference.file, reference.added, "in_progress")
+                    else:
+                        self.states.try_again(store_id, reference.file, reference.added)
                     self.states.note_change(store_id, reference.file, reference.added)
                 self._tier.put(entry.index_key, [pa.py_buffer(b"")])
                 self._references.write(entry.key, reference)

@@ -265,8 +265,12 @@ class StoreIndices:
         states, error = self._stores.states, None
         try:
             reference = await asyncio.to_thread(self._stores.reference, store, file)
+            if await self._is_cancelled(reference):
+                return
             if await asyncio.to_thread(self._stored, reference) is None:
                 await self._made(reference)
+                if await self._is_cancelled(reference):
+                    return
             await self._follow_all(store, [file])  # first: who reads "completed" must find it, whatever replica answers
         except (UnknownVectorStore, UnknownFile):
             return  # taken out meanwhile
@@ -289,6 +293,10 @@ class StoreIndices:
             self.indexed += 1
         else:
             self.failed += 1
+
+    async def _is_cancelled(self, reference: Reference) -> bool:
+        where = reference.store, reference.file, reference.added
+        return await asyncio.to_thread(self._stores.states.one, *where) == "cancelled"
 
     async def _made(self, reference: Reference) -> IndexedFile:
         """Take a file apart, embed it, and write its record.

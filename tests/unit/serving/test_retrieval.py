@@ -163,6 +163,40 @@ async def test_a_batch_completes_though_one_of_its_files_fails(api: Api):
     assert found.filename == "bees.txt"
 
 
+async def test_what_a_cancelled_batch_had_left_is_not_indexed_until_it_is_added_again(
+    tmp_path: Path, static: StaticEmbedder, monkeypatch: pytest.MonkeyPatch
+):
+    api = Api(tmp_path, static, indexing=1)
+    client, gate, asked = api.client(), asyncio.Event(), asyncio.Event()
+
+    async def embed(items: Sequence[Item]) -> Any:
+        asked.set()
+        await gate.wait()
+        return await StaticEmbedder.embed_documents(static, items)
+
+    monkeypatch.setattr(static, "embed_documents", embed)
+    store = await client.vector_stores.create()
+    texts = {"bees.txt": BEES, "boats.txt": BOATS}
+    files = [
+        (await client.files.create(file=(name, text.encode()), purpose="assistants")).id for name, text in texts.items()
+    ]
+    batch = await client.vector_stores.file_batches.create(store.id, file_ids=files)
+    async with asyncio.timeout(20):
+        await asked.wait()
+        await client.vector_stores.file_batches.cancel(batch.id, vector_store_id=store.id)
+        gate.set()
+        while api.retrievers[0].waiting:
+            await asyncio.sleep(0.02)
+        batch = await client.vector_stores.file_batches.retrieve(batch.id, vector_store_id=store.id)
+        assert (batch.status, batch.file_counts.cancelled, batch.file_counts.completed) == ("cancelled", 2, 0)
+        assert (await client.vector_stores.search(store.id, query="bees")).data == []
+        again = await client.vector_stores.files.create_and_poll(
+            files[0], vector_store_id=store.id, poll_interval_ms=20
+        )
+    assert again.status == "completed"
+    assert len((await client.vector_stores.search(store.id, query="bees")).data) == 1
+
+
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
