@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import time
 from base64 import b64encode
 from collections.abc import Sequence
@@ -29,7 +30,9 @@ from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.settings import LibrarySettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
+from prefill_workers.modes import OperatingPoint
 from serving.api.auth import Authenticate
+from serving.api.console import _PAGE as PAGE
 from serving.api.errors import answer_errors
 from serving.api.files import files_router
 from serving.api.media import FOUND, MediaResolver
@@ -565,6 +568,11 @@ async def test_a_file_completes_though_a_replica_could_not_be_told_at_first(api:
 def test_a_video_is_no_searchable_file(api: Api):
     with pytest.raises(UnusableFile, match="videos are not searched"):
         api.retrievers[0]._splitter.split(video(), "a" * 64, "ops", None)
+
+
+def test_the_console_counts_what_is_reused_as_linked():
+    (computed,) = re.findall(r"!(\[.*?\])\.includes\(chunk\.operating_point\)", PAGE.read_text())
+    assert set(json.loads(computed)) == {point for point in OperatingPoint if not point.is_reuse}
 
 
 async def test_a_search_without_a_retriever_replica_is_503(api: Api, monkeypatch: pytest.MonkeyPatch):
