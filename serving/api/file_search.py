@@ -8,7 +8,6 @@ then are computed again in one run. A search's words name its pages by number, a
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -125,7 +124,6 @@ class FileSearch:
     ) -> None:
         self.log, self.is_forced = RoundLog(), is_forced
         self.searches: list[tuple[str, list[Result]]] = []  # queries, and what was found for the first time or again
-        self.changed = asyncio.Event()  # a search began or ended
         self._tool, self._retrieval, self._media, self._documents = tool, retrieval, media, documents
         self._client, self._render, self._trace, self._parser = client, render, trace, parser
         self._request = request
@@ -195,7 +193,6 @@ class FileSearch:
             query, error = "", 'the call needs a "query", a string'
         else:
             self.searches.append((query, found))
-            self.changed.set()
             try:
                 best, answers = await self._retrieval.search(
                     self._trace.tenant, self._tool.vector_store_ids, [query[:_LONGEST_QUERY]], self._tool
@@ -260,7 +257,6 @@ class FileSearch:
         trace.documents += marks
         if self.searches and not report.error:
             self.searches[-1][1][:] = results
-        self.changed.set()
         return turn
 
     def _words(self, report: RoundReport, new: Sequence[Result], results: Sequence[Result]) -> str:
