@@ -99,9 +99,6 @@ class StoreIndex:
         self._dims = dims
         self._files: dict[str, _File] = {}
         self._lock = threading.RLock()
-        self._clear()
-
-    def _clear(self) -> None:
         self._words, self._vectors = Postings(), VectorIndex(self._dims)
         self._rows: list[tuple[_File, bytes] | None] = []
         self._file_of = GrownArray(np.int32)  # by row: the file's place among all; -1: removed
@@ -229,16 +226,20 @@ class StoreIndex:
         self._file_of.append(file.place)
 
     def _compact(self) -> None:
-        """Build everything anew from the files that are there."""
-        kept = [(file, [(self._rows[row], self._vectors.vectors(row)) for row in file.rows]) for file in self._listed]
-        there = [(file, rows) for file, rows in kept if self._files.get(file.id) is file]
-        self._clear()
-        for file, rows in there:
-            file.place, file.rows = len(self._listed), []
-            self._listed.append(file)
-            for held, vectors in rows:
+        """Build everything anew from the files that are there; who asks for its size meanwhile sees no half of it."""
+        new = StoreIndex(self._dims)
+        for file in self._listed:
+            if self._files.get(file.id) is not file:
+                continue
+            rows, file.place, file.rows = file.rows, len(new._listed), []
+            new._listed.append(file)
+            for row in rows:
+                held = self._rows[row]
                 assert held is not None
-                self._append(file, words(_unpacked(held[1]).text), vectors.astype(np.float32), held[1])
+                vectors = self._vectors.vectors(row).astype(np.float32)
+                new._append(file, words(_unpacked(held[1]).text), vectors, held[1])
+        self._listed, self._columns, self._removed = new._listed, None, 0
+        self._words, self._vectors, self._rows, self._file_of = new._words, new._vectors, new._rows, new._file_of
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -51,7 +52,8 @@ class Retriever:
         offsets = tokens_of(config.model.path)
         splitter = FileSplitter(files, config.documents, offsets, "image" in embedder.modalities)
         self._forgets = ForgetRegistry()
-        self._indices = self._forgets.group().register(
+        forgetting = ThreadPoolExecutor(1, thread_name_prefix="forget")
+        self._indices = self._forgets.group(forgetting.submit).register(
             StoreIndices(
                 config.retriever, files, VectorStores(files), self._library, embedder, splitter, self._tell_all
             )

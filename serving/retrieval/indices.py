@@ -168,10 +168,10 @@ class StoreIndices:
             self._enqueue(store, file)
 
     def forget(self, content: str, tenant: str) -> None:
-        """Drop files of a deleted content; ids are salted by tenant."""
+        """Drop files of a deleted content; ids are salted by tenant. Blocks; any thread may call it."""
         for (store, file), held in list(self._held.items()):
             if held.content == content:
-                del self._held[store, file]
+                self._held.pop((store, file), None)
                 if (index := self._indices.get(store)) is not None:
                     index.remove(file)
 
@@ -190,8 +190,8 @@ class StoreIndices:
             index = self._indices.setdefault(store, StoreIndex(self._embedder.dims))
             states = await asyncio.to_thread(self._stores.states.of, store)
             for file in [file for (of, file) in self._held if of == store and file not in there]:
-                index.remove(file)
-                del self._held[store, file]
+                await asyncio.to_thread(index.remove, file)  # it may build the index anew
+                self._held.pop((store, file), None)
             changed = {(file, added): state.changed for (file, added), state in states.items()}
             given_up = {file for (file, _), state in states.items() if state.state in ("failed", "cancelled")}
             settled = {place for place, state in states.items() if state.state != "in_progress"}

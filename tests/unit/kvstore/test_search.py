@@ -170,6 +170,17 @@ def test_an_index_that_lost_most_of_its_files_finds_as_one_that_never_had_them(m
     assert found[0].file == "file35"
 
 
+def test_while_an_index_is_built_anew_it_has_its_size(monkeypatch: pytest.MonkeyPatch):
+    index, sizes = StoreIndex(0), list[int]()
+    for i in range(30):
+        index.put(file_of(i))
+    monkeypatch.setattr("kvstore.search.index._COMPACTED", 20)
+    monkeypatch.setattr("kvstore.search.index.words", lambda text: sizes.append(len(index)) or words(text))
+    for i in range(21):
+        index.remove(f"file{i}")
+    assert (sizes, len(index)) == ([9] * 9, 9)
+
+
 def test_a_file_put_twice_is_there_once():
     index = StoreIndex(0)
     index.put(file_of(1))

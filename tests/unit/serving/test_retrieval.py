@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from video_support import video
 
 from kvstore.library import Library
 from kvstore.records.keys import DYNAMIC_TENANT
+from kvstore.search.index import StoreIndex
 from kvstore.settings import LibrarySettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
@@ -269,6 +271,18 @@ async def test_what_is_taken_out_is_not_found_and_new_attributes_are(api: Api):
     await client.vector_stores.files.delete(file.id, vector_store_id=store.id)
     for _ in range(2):
         assert (await client.vector_stores.search(store.id, query="queen")).data == []
+
+
+async def test_an_index_that_is_built_anew_does_not_stop_the_event_loop(api: Api, monkeypatch: pytest.MonkeyPatch):
+    client, threads = api.client(), list[int]()
+    monkeypatch.setattr("kvstore.search.index._COMPACTED", 0)
+    monkeypatch.setattr(StoreIndex, "_compact", lambda self: threads.append(threading.get_ident()))
+    store = await client.vector_stores.create()
+    file = await client.files.create(file=("bees.txt", BEES.encode()), purpose="assistants")
+    await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+    await client.vector_stores.files.delete(file.id, vector_store_id=store.id)
+    assert len(threads) == len(api.retrievers)
+    assert threading.get_ident() not in threads
 
 
 async def test_a_tenants_store_is_nobody_elses(api: Api):
