@@ -150,13 +150,13 @@ class StoreIndices:
             self._drop(gone)
 
     async def keep_up(self) -> None:
-        """Follow all stores, for ever."""
+        """Follow all stores, for ever; at once, for what came while a replica that starts was not told."""
         while True:
-            await asyncio.sleep(self._settings.follow_period_s)
             try:
                 await self.load()
             except Exception:
                 logger.exception("vector stores cannot be listed; trying again")
+            await asyncio.sleep(self._settings.follow_period_s)
 
     async def follow(self, store: str, files: Sequence[str]) -> None:
         """Make memory agree with some files of a store; none: with all of them."""

@@ -324,6 +324,22 @@ async def test_a_replica_that_starts_reads_records_and_embeds_nothing(api: Api, 
     assert (started.parts, started.waiting) == (3, 0)
 
 
+async def test_a_replica_that_starts_looks_at_once_for_what_came_meanwhile(api: Api):
+    client, started = api.client(), api.retriever()
+    started._settings = RetrieverSettings(follow_period_s=3600)
+    await started.load()
+    store = await client.vector_stores.create()
+    file = await client.files.create(file=("bees.txt", BEES.encode()), purpose="assistants")
+    await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+    keeping = asyncio.create_task(started.keep_up())
+    try:
+        async with asyncio.timeout(20):
+            while not started.parts:
+                await asyncio.sleep(0.02)
+    finally:
+        keeping.cancel()
+
+
 async def test_without_its_embedder_a_search_goes_by_words_and_says_so(api: Api, monkeypatch: pytest.MonkeyPatch):
     client = api.client()
     store = await client.vector_stores.create()
