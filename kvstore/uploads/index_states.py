@@ -79,6 +79,10 @@ class IndexStates:
         self._tier.put(f"{prefix}{latest}", [pa.py_buffer(b"")])
         self._tier.delete_all(before)
 
+    def drop(self, store: str, file: str) -> None:
+        """Delete all states of a file that is taken out of a store."""
+        self._tier.delete_all(list(self._tier.keys(f"{ROOT}{store}/{file}.")))
+
     def error(self, store: str, file: str, added: int) -> tuple[str, str] | None:
         """Code and message of a file that failed."""
         found = self._tier.get(f"{ROOT}{store}/{file}.{added}.failed")
@@ -94,6 +98,11 @@ class IndexStates:
         """Keys of files that are not `there`, by store and file."""
         keys = ((key, _KEY.fullmatch(key)) for key in self._tier.keys(ROOT))
         return [key for key, match in keys if match and (match["store"], match["file"]) not in there]
+
+
+def latest(known: Known) -> dict[str, State]:
+    """States by file: of one that was taken out and added again, the later one."""
+    return {file: state.state for (file, _), state in sorted(known.items(), key=lambda item: item[0])}
 
 
 def states_of(keys: Iterable[str]) -> Known:

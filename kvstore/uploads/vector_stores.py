@@ -398,6 +398,7 @@ class VectorStores:
             self._files.pending_deletions.note(content, DYNAMIC_TENANT)
         for reading in [self._references.later(entry.key) for entry in gone if noted]:
             if (reference := reading.result()) is not None:
+                self.states.drop(reference.store, reference.file)
                 key = f"{_REMOVED}{reference.store}/{reference.file}.{reference.place[0]}"
                 self._tier.put(key, [pa.py_buffer(b"")])
         for entry in gone:

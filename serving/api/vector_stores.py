@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.uploads.ids import Place
-from kvstore.uploads.index_states import Known
+from kvstore.uploads.index_states import Known, latest
 from kvstore.uploads.references import Attributes, Batch, Reference, VectorStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.errors import Forbidden, NotAvailable
@@ -420,7 +420,7 @@ def _chunking(strategy: _Chunking | None) -> tuple[int, int] | None:
 def _store_object(stores: VectorStores, store: VectorStore, searched: Retrieval) -> dict[str, Any]:
     summary = stores.summary(store)
     days = store.expires_days
-    known = {file: state.state for (file, _), state in stores.states.of(store.id).items()} if searched.is_on else {}
+    known = latest(stores.states.of(store.id)) if searched.is_on else {}
     there = stores.listed(store.id)
     counts = _counts(known.get(file, "in_progress" if searched.is_on else "completed") for file in there)
     return {

@@ -25,7 +25,7 @@ from kvstore.search.index import Found, IndexedFile, Query, StoreIndex
 from kvstore.search.record import index_record, read_index_record
 from kvstore.search.vectors import vector_bytes
 from kvstore.uploads.files import FileStore
-from kvstore.uploads.index_states import State
+from kvstore.uploads.index_states import State, latest
 from kvstore.uploads.references import Reference
 from kvstore.uploads.vector_stores import VectorStores
 from serving.errors import RoleUnavailable
@@ -193,7 +193,7 @@ class StoreIndices:
                 await asyncio.to_thread(index.remove, file)  # it may build the index anew
                 self._held.pop((store, file), None)
             changed = {(file, added): state.changed for (file, added), state in states.items()}
-            given_up = {file for (file, _), state in states.items() if state.state in ("failed", "cancelled")}
+            given_up = {file for file, state in latest(states).items() if state in ("failed", "cancelled")}
             settled = {place for place, state in states.items() if state.state != "in_progress"}
             for file in sorted(there) if files is None else [file for file in files if file in there]:
                 held = self._held.get((store, file))

@@ -31,6 +31,7 @@ from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.search.index import StoreIndex
 from kvstore.settings import LibrarySettings
 from kvstore.uploads.files import FileStore
+from kvstore.uploads.index_states import latest, states_of
 from kvstore.uploads.vector_stores import VectorStores
 from prefill_workers.modes import OperatingPoint
 from serving.api.auth import Authenticate
@@ -200,6 +201,34 @@ async def test_what_a_cancelled_batch_had_left_is_not_indexed_until_it_is_added_
         )
     assert again.status == "completed"
     assert len((await client.vector_stores.search(store.id, query="bees")).data) == 1
+
+
+async def test_a_file_that_failed_and_is_added_again_counts_as_what_it_is_now(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    async def unannounced(store: str, files: Sequence[str]) -> None:
+        pass
+
+    client = api.client()
+    store = await client.vector_stores.create()
+    file = await client.files.create(file=("bees.txt", BEES.encode()), purpose="assistants")
+    monkeypatch.setattr(api, "index", unannounced)
+    await client.vector_stores.files.create(vector_store_id=store.id, file_id=file.id)
+    api.stores.states.note(store.id, file.id, api.stores.reference(store.id, file.id).added, "failed", ("x", "y"))
+    assert (await client.vector_stores.retrieve(store.id)).file_counts.failed == 1
+    await client.vector_stores.files.delete(file.id, vector_store_id=store.id)
+    await client.vector_stores.files.create(vector_store_id=store.id, file_id=file.id)
+    counts = (await client.vector_stores.retrieve(store.id)).file_counts
+    assert (counts.failed, counts.in_progress) == (0, 1)
+    await api.retrievers[0].load()
+    async with asyncio.timeout(20):
+        while (await client.vector_stores.retrieve(store.id)).file_counts.completed == 0:
+            await asyncio.sleep(0.02)
+
+
+def test_of_states_that_are_noted_late_those_of_the_latest_addition_hold():
+    known = states_of(["store-index/vs/file-1.20.completed", "store-index/vs/file-1.9.failed"])
+    assert latest(known) == {"file-1": "completed"}
 
 
 @pytest.mark.parametrize(
