@@ -87,6 +87,7 @@ FIGURES = (
     ("search", "ms_100k", "the same, 100,000 pages"),
     ("search", "recall", "of the ten nearest pages found, under any filter"),
     ("search", "http_ms", "ms of one search over HTTP, 10,000 pages"),
+    ("search", "pdf_100_pages_s", "s from the upload of a PDF of 100 pages until its text is found"),
     ("search", "cranfield_ndcg", "nDCG@10 of Cranfield's judged queries"),
     ("search", "visual_ndcg", "the same, every abstract a page of a PDF"),
     ("mrag", "found", "1,000 drawn pages: the right one among four found by the bundled model's tower"),
