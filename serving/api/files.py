@@ -70,7 +70,7 @@ def files_router(
         name = file.filename or "upload"
         async with reading:
             data = await file.read()
-            await asyncio.to_thread(media.open_for, purpose, data, tenant, "file")
+            await asyncio.to_thread(media.open_for, purpose, data, tenant, "file", name)
             return (await asyncio.to_thread(files.create, tenant, name, purpose, data, lifetime)).to_openai()
 
     @router.get("", summary="List uploads")

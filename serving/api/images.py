@@ -17,6 +17,7 @@ from serving.api.image_limits import ImageLimits
 from serving.api.pixel_budget import PixelReservation
 from serving.api.pixels import DeferredImage, UnreadablePixels
 from serving.api.request_budgets import ImageBudgets
+from serving.documents.office import has_pages
 from serving.documents.passages import as_text
 from serving.documents.pdf import UnreadablePdf
 from serving.frontend.errors import InvalidRequest
@@ -166,6 +167,12 @@ class ImageOpener:
         if len(self._decoded) > _MOST_KNOWN:
             self._decoded.popitem(last=False)
         return found
+
+
+def refuse_misnamed(name: object, data: bytes, where: str) -> None:
+    """Raise InvalidRequest for a file that is named as a PDF, and has no pages."""
+    if isinstance(name, str) and name.lower().endswith(".pdf") and not has_pages(data):
+        raise InvalidRequest(f"{where}: it is named {name!r}, but its bytes are no PDF", parameter=where)
 
 
 def refuse_pages(data: bytes, where: str) -> None:

@@ -29,7 +29,7 @@ from serving.api.clips import SHORT, Clip, Clips
 from serving.api.errors import NotFound
 from serving.api.fetching import MediaFetcher, bytes_of_data_url
 from serving.api.image_limits import ImageLimits
-from serving.api.images import ImageOpener, ResolvedImage, ResolvedText, refuse_pages
+from serving.api.images import ImageOpener, ResolvedImage, ResolvedText, refuse_misnamed, refuse_pages
 from serving.api.pdf_pages import OpenedPdf, PdfPages
 from serving.api.pixel_budget import PixelBudget
 from serving.api.request_budgets import ImageBudgets, RequestBudget, invalid, too_large
@@ -368,15 +368,16 @@ class MediaResolver:
         return found if isinstance(found, ResolvedText) else self._images.decode(found, where)
 
     def open_for(
-        self, purpose: str, data: bytes, owner: str, where: str
+        self, purpose: str, data: bytes, owner: str, where: str, name: str = ""
     ) -> ResolvedImage | ResolvedText | OpenedPdf | list[Clip]:
-        """Check an upload of one of OpenAI's purposes.
+        """Check an upload of one of OpenAI's purposes, by the name of its file, too.
 
         `vision` takes images and videos alone, the others what `open_file` takes, and PDFs.
 
         Raises:
             InvalidRequest: as `open_file`, and of a text that has the purpose `vision`. TooLarge: as `open_file`.
         """
+        refuse_misnamed(name, data, where)
         if is_video(data):
             content = owned_content_id(data, owner, self._secret)
             return self._opener(where).open(data, content, VideoOptions(), where)
@@ -417,7 +418,9 @@ class MediaResolver:
                 0 if self._pdfs is None else self._pdfs.max_bytes,
                 0 if self._clips is None else self._clips.max_bytes,
             )
-            return await asyncio.to_thread(bytes_of_data_url, inline, where, most), tenant, False
+            data = await asyncio.to_thread(bytes_of_data_url, inline, where, most)
+            refuse_misnamed(given.get("filename"), data, where)
+            return data, tenant, False
         if not isinstance(file_id, str):
             raise InvalidRequest(f"{where}: a file part needs file.file_id or file.file_data", parameter=where)
         with suppress(UnknownFile):

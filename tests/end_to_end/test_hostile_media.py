@@ -117,7 +117,7 @@ def test_a_pdf_without_pages_is_refused_wherever_it_comes(service: Service, data
 
 @pytest.mark.parametrize("data", [b"%!PS-Adobe-3.0\nshowpage", rb"{\rtf1 words}"])
 def test_a_page_description_is_refused_wherever_it_comes(service: Service, data: bytes):
-    for part in (file_part(data), inline(data)):
+    for part in (file_part(data, "a.txt"), inline(data)):
         status, message = refused(service, part, "Summarise")
         assert status == 400
         assert "messages[0].content[0]" in message

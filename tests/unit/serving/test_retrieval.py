@@ -65,6 +65,7 @@ BOATS = "The ferry crosses the strait at noon. Sailing boats need wind. " * 3
 
 
 MANUAL = pdf(["Chapter one", "Bolts and nuts"], ["Chapter two", "The carburettor mixes air and fuel"], ["Index"])
+LOCK = b"/ID [<00> <00>] /Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O <%b> /U <%b> >>" % (b"00" * 32, b"11" * 32)
 
 
 class Letters:
@@ -482,11 +483,19 @@ async def test_an_embedder_of_words_is_not_asked_by_images(api: Api):
         (b"%PDF-1.7\nnothing of one", "broken"),
         (pdf(["big"], size="99999 99999"), "page 1 of the PDF cannot be used: its size"),
         (MANUAL[:300], "broken"),
+        (MANUAL.replace(b"/Root 1 0 R", b"/Root 1 0 R " + LOCK), "the PDF is encrypted"),
+        (BEES.encode(), "it is named 'it.pdf', but its bytes are no PDF"),
     ],
 )
 async def test_a_pdf_that_cannot_be_used_is_refused_by_name(api: Api, data: bytes, why: str):
-    with pytest.raises(openai.BadRequestError, match=why):
+    with pytest.raises(openai.BadRequestError, match=why) as refused:
         await api.client().files.create(file=("it.pdf", data), purpose="assistants")
+    error: Any = refused.value.body
+    assert (error["type"], error["param"], error["code"]) == ("BadRequestError", "file", 400)
+    inline = {"filename": "it.pdf", "file_data": f"data:application/pdf;base64,{b64encode(data).decode()}"}
+    with pytest.raises(InvalidRequest, match=why) as unusable:
+        await api.media.resolve_messages([{"role": "user", "content": [{"type": "file", "file": inline}]}], "ops")
+    assert unusable.value.parameter == "messages[0].content[0]"
     assert [listed.id async for listed in api.client().files.list()] == []
 
 
