@@ -6,6 +6,8 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,7 +57,16 @@ def is_pdf(data: bytes) -> bool:
 
 def form_of(settings: DocumentSettings) -> str:
     """The way PDFs are drawn: pages drawn otherwise are other chunks."""
-    return f"pages-{settings.dpi}-1"
+    return f"pages-{settings.dpi}-1-{_renderer()}"
+
+
+@cache
+def _renderer() -> str:
+    """Version of what draws: another one may draw other pixels."""
+    try:
+        return re.sub(r"[^A-Za-z0-9.]", "-", version("pypdfium2"))
+    except PackageNotFoundError:
+        return "none"
 
 
 def read_pages(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from kvstore.uploads.files import FileStore
 from serving.cli.demo_rag import pdf_of
 from serving.documents import passages, pdf
 from serving.documents.settings import DocumentSettings
@@ -28,6 +30,19 @@ def test_pages_come_in_the_order_asked_for_with_their_pixels_and_words():
     assert [page.text for page in pages] == ["words of page 3\n", "words of page 1\n"]
     assert all(sum(line[0] for line in page.lines) == len(page.text) for page in pages)
     assert Image.open(io.BytesIO(pdf.png(pages[0]))).size == (64, 96)
+
+
+def test_pages_that_another_renderer_draws_are_other_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = pdf.form_of(SETTINGS)
+    with monkeypatch.context() as patched:
+        patched.setattr(pdf, "version", lambda name: "99.1rc1+local")
+        pdf._renderer.cache_clear()
+        other = pdf.form_of(SETTINGS)
+    pdf._renderer.cache_clear()
+    journal = FileStore(tmp_path).parts
+    ids = [journal.note("a" * 64, "one", form, 2) for form in (drawn, other)]
+    assert set(ids[0]).isdisjoint(ids[1])
+    assert sorted(journal.of("a" * 64, "one")) == sorted(ids[0] + ids[1]), "deletion finds them"
 
 
 @pytest.mark.parametrize(
