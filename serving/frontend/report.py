@@ -79,8 +79,9 @@ class ElasticOptions(BaseModel):
     policy: CompactionPolicy | None = Field(
         None,
         description="What `kv_budget` leaves. evict: first and last tokens, and those that the prompt's last words "
-        "attend to most. merge: all text, and means within each image. paper: means around the most important tokens "
-        "of the whole prompt. null: the service's.",
+        "attend to most. cover: the same, but of each image or document an equal share: tokens that differ most from "
+        "one another. merge: all text, and means within each image. paper: means around the most important tokens of "
+        "the whole prompt. null: the service's.",
     )
     window: int | None = Field(
         None, ge=1, description="Generated tokens whose KV decode keeps at least, beside the prompt's; null: all."

@@ -14,6 +14,7 @@ from vllm.entrypoints.openai.models.api_router import router as models_router
 from kvstore.settings import FileSettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
+from prefill_workers.protocol import CompactionPolicy
 from serving.api.auth import AnswerHead, Authenticate, Limit
 from serving.api.errors import answer_errors
 from serving.api.fidelity import fidelity_router
@@ -23,6 +24,7 @@ from serving.api.metrics import Metrics
 from serving.api.openapi import document_errors
 from serving.api.vector_stores import vector_stores_router
 from serving.api_keys import KeyRing
+from serving.frontend.report import ElasticOptions
 from serving.settings import ApiKey, HttpSettings
 
 KEY = {"Authorization": "Bearer k"}
@@ -97,6 +99,11 @@ async def test_errors_have_the_documented_shape(client: httpx.AsyncClient):
             inner = schema["properties"]["error"]
             assert set(inner["required"]) <= set(error) <= set(inner["properties"])
             assert error["code"] == status
+
+
+def test_every_policy_of_less_kv_is_described():
+    told = ElasticOptions.model_fields["policy"].description or ""
+    assert [policy for policy in CompactionPolicy if f"{policy}:" not in told] == []
 
 
 async def test_keys_are_a_bearer_scheme(client: httpx.AsyncClient):
