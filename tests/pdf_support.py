@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def pdf(*pages: Sequence[str], size: str = "612 792") -> bytes:
-    """A PDF with these lines of text on its pages, from 92 points below their upper edge on."""
+def pdf(*pages: Sequence[str], size: str = "612 792", turned: int = 0) -> bytes:
+    """A PDF with these lines of text on its pages, from 92 points below their upper edge on.
+
+    `turned`: degrees clockwise by which its pages are shown.
+    """
     top = float(size.split()[1]) - 92
     objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
     kids = []
@@ -15,7 +18,7 @@ def pdf(*pages: Sequence[str], size: str = "612 792") -> bytes:
         objects.append(f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream".encode())
         kids.append(len(objects) + 1)
         objects.append(
-            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 {size}] /Contents {len(objects)} 0 R "
+            f"<< /Type /Page /Parent 2 0 R /Rotate {turned} /MediaBox [0 0 {size}] /Contents {len(objects)} 0 R "
             "/Resources << /Font << /F1 3 0 R >> >> >>".encode()
         )
     listed = " ".join(f"{kid} 0 R" for kid in kids)

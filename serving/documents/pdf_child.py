@@ -64,7 +64,7 @@ def _write_page(document: Any, number: int, job: dict[str, Any]) -> None:
             raise ValueError(f"it would have {shape[0]}x{shape[1]} pixels, at most {job['max_pixels']} are allowed")
         found: dict[str, Any] = {"page": number, "width": shape[0], "height": shape[1]}
         if job["text"]:
-            found["text"], found["lines"] = _text(page, width, height)
+            found["text"], found["lines"] = _text(page)
         pixels = _pixels(page, scale, shape) if job["pixels"] else b""
     except (ValueError, pypdfium2.PdfiumError) as error:
         _say({"page": number, "error": str(error) or "it cannot be read", "code": "invalid_page"})
@@ -82,10 +82,10 @@ def _pixels(page: Any, scale: float, shape: tuple[int, int]) -> bytes:
     return b"".join(data[at : at + row] for at in range(0, bitmap.height * bitmap.stride, bitmap.stride))
 
 
-def _text(page: Any, width: float, height: float) -> tuple[str, list[list[float]]]:
-    """A page's text, and by line its characters and rectangle, in shares of the page from its upper left."""
+def _text(page: Any) -> tuple[str, list[list[float]]]:
+    """A page's text, and by line its characters and rectangle, in shares of the page as it is drawn."""
     layer = page.get_textpage()
-    left, bottom, _, _ = page.get_bbox()
+    turned, whole = page.get_rotation(), page.get_bbox()
     pieces: list[str] = []
     lines: list[list[float]] = []
     baseline: tuple[float, float] | None = None
@@ -98,9 +98,9 @@ def _text(page: Any, width: float, height: float) -> tuple[str, list[list[float]
         total += len(text) + 1
         if total > _MOST_TEXT:
             break
-        box = [(x0 - left) / width, 1 - (y1 - bottom) / height, (x1 - left) / width, 1 - (y0 - bottom) / height]
-        box = [round(min(max(share, 0.0), 1.0), 4) for share in box]
-        middle = (y0 + y1) / 2
+        shares = _as_drawn((x0, y0, x1, y1), whole, turned)
+        middle = (shares[1] + shares[3]) / 2
+        box = [round(min(max(share, 0.0), 1.0), 4) for share in shares]
         if baseline is not None and baseline[0] <= middle <= baseline[1]:  # more of the same line
             last = lines[-1]
             pieces[-1] = pieces[-1][:-1] + " " + text + "\n"
@@ -108,9 +108,24 @@ def _text(page: Any, width: float, height: float) -> tuple[str, list[list[float]
         else:
             pieces.append(text + "\n")
             lines.append([0, *box])
-            baseline = y0, y1
+            baseline = shares[1], shares[3]
         lines[-1][0] = len(pieces[-1])
     return "".join(pieces), lines
+
+
+def _as_drawn(rect: tuple[float, ...], whole: tuple[float, ...], turned: int) -> tuple[float, float, float, float]:
+    """A rectangle of a page, whose origin is at its lower left, in shares from the upper left once it is turned."""
+    x0, y0, x1, y1 = rect
+    left, bottom, right, top = whole
+    x0, x1 = (x0 - left) / (right - left), (x1 - left) / (right - left)
+    y0, y1 = (y0 - bottom) / (top - bottom), (y1 - bottom) / (top - bottom)
+    if turned == 90:  # clockwise
+        return y0, x0, y1, x1
+    if turned == 180:
+        return 1 - x1, y0, 1 - x0, y1
+    if turned == 270:
+        return 1 - y1, 1 - x1, 1 - y0, 1 - x0
+    return x0, 1 - y1, x1, 1 - y0
 
 
 def _say(line: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pdf_support import pdf as pdf_text
 from PIL import Image
 
 from kvstore.uploads.files import FileStore
@@ -30,6 +31,15 @@ def test_pages_come_in_the_order_asked_for_with_their_pixels_and_words():
     assert [page.text for page in pages] == ["words of page 3\n", "words of page 1\n"]
     assert all(sum(line[0] for line in page.lines) == len(page.text) for page in pages)
     assert Image.open(io.BytesIO(pdf.png(pages[0]))).size == (64, 96)
+
+
+@pytest.mark.parametrize("turned", [0, 90, 180, 270])
+def test_a_lines_box_is_where_it_is_drawn_however_a_page_is_turned(turned: int):
+    _, (page,) = pdf.read_pages(pdf_text(["Bolts and nuts"], turned=turned), SETTINGS, text=True, pixels=True)
+    rows, columns = np.nonzero(np.array(pdf.picture(page)).min(axis=2) < 128)
+    drawn = [columns.min() / page.width, rows.min() / page.height, columns.max() / page.width, rows.max() / page.height]
+    ((_, *box),) = page.lines
+    assert box == pytest.approx(drawn, abs=0.01)
 
 
 def test_pages_that_another_renderer_draws_are_other_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
