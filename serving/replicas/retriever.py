@@ -60,7 +60,7 @@ class Retriever:
         )
         self._metrics = RetrieverMetrics(self._indices)
         await asyncio.to_thread(warm_up)
-        await self._indices.load()  # before it is asked anything
+        await self._indices.start()  # before it is asked anything
         self._following = asyncio.create_task(self._indices.keep_up())
 
     async def search(self, search: Search) -> SearchAnswer:

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _EMBEDDED_AT_ONCE = 256  # parts of a file
 _FLUSH_SECONDS = 30.0  # for a record to come where other replicas find it; those that do not make their own
+_NO_ROOM = "no_room"  # code of a file that failed for a bound of the settings
 _QUEUED = 10_000  # files that wait to be indexed; further ones are found by the next look
 
 Follow = Callable[[str, Sequence[str]], Awaitable[None]]  # of all replicas, this one too
@@ -140,6 +141,19 @@ class StoreIndices:
         return SearchAnswer(hits[: search.count], stages, degraded)
 
     # Following
+
+    async def start(self) -> None:
+        """`load` for the first time; what had no room is tried again, for the bounds may be others now."""
+        for store in await asyncio.to_thread(self._stores.all):
+            await asyncio.to_thread(self._retry, store.id)
+        await self.load()
+
+    def _retry(self, store: str) -> None:
+        states = self._stores.states
+        for (file, added), state in states.of(store).items():
+            error = states.error(store, file, added) if state.state == "failed" else None
+            if error is not None and error[0] == _NO_ROOM:
+                states.try_again(store, file, added)
 
     async def load(self) -> None:
         """Bring all stores' indices into memory; what has no record is indexed meanwhile."""
@@ -310,7 +324,7 @@ class StoreIndices:
         owner = (await asyncio.to_thread(self._stores.get, reference.store)).owner
         taken = await asyncio.to_thread(self._splitter.split, data, reference.content, owner, reference.chunking)
         if self.parts + len(taken.parts) > self._settings.max_parts:
-            raise UnusableFile(f"there is no room for {len(taken.parts)} more parts (`retriever.max_parts`)", "no_room")
+            raise UnusableFile(f"there is no room for {len(taken.parts)} more parts (`retriever.max_parts`)", _NO_ROOM)
         vectors: list[Array] | None = None
         if self._embedder.dims:
             vectors = []
@@ -319,7 +333,7 @@ class StoreIndices:
             count = sum(map(len, vectors))
             if self.vector_bytes + vector_bytes(count, self._embedder.dims) > self._settings.max_vector_bytes:
                 raise UnusableFile(
-                    f"there is no room for {count} more vectors (`retriever.max_vector_bytes`)", "no_room"
+                    f"there is no room for {count} more vectors (`retriever.max_vector_bytes`)", _NO_ROOM
                 )
         record = index_record(
             taken.parts,

@@ -266,6 +266,23 @@ async def test_a_store_that_is_searched_does_not_expire(api: Api, monkeypatch: p
         await client.vector_stores.search(store.id, query="bees")
 
 
+async def test_what_had_no_room_is_indexed_once_a_replica_starts_with_more(tmp_path: Path, static: StaticEmbedder):
+    client = Api(tmp_path, static, max_parts=1).client()
+    store = await client.vector_stores.create()
+    broken = Api(tmp_path, static).files.create("ops", "broken.pdf", "assistants", b"%PDF-1.7\nnothing of one").id
+    wide = (await client.files.create(file=("manual.pdf", MANUAL), purpose="assistants")).id
+    for file in (broken, wide):
+        added = await client.vector_stores.files.create_and_poll(file, vector_store_id=store.id, poll_interval_ms=20)
+        assert added.status == "failed"
+    roomy = Api(tmp_path, static)
+    await roomy.retrievers[0].start()
+    async with asyncio.timeout(20):
+        while (await client.vector_stores.retrieve(store.id)).file_counts.completed == 0:
+            await asyncio.sleep(0.02)
+    assert (await client.vector_stores.retrieve(store.id)).file_counts.failed == 1
+    assert (await roomy.client().vector_stores.search(store.id, query="fuel")).data[0].page == 2
+
+
 async def test_filters_thresholds_and_counts_bound_what_is_found(api: Api):
     client = api.client()
     store = await client.vector_stores.create()
