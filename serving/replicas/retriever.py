@@ -46,7 +46,7 @@ class Retriever:
         self._name = str(context.replica_id.unique_id)
         self._peers = serve.get_deployment_handle(type(self).__name__, context.app_name)
         files = FileStore(config.files_url, config.files)
-        embedder = await open_embedder(config)
+        embedder = await open_embedder(config, files.tier)
         library = config.library.model_copy(update={"memory_bytes": _MEMORY_BYTES})
         self._library = Library(library, embedder.fingerprint)
         offsets = tokens_of(config.model.path)

@@ -143,7 +143,10 @@ class StoreIndices:
     # Following
 
     async def start(self) -> None:
-        """`load` for the first time; what had no room is tried again, for the bounds may be others now."""
+        """`load` for the first time; what had no room is tried again.
+
+        The bounds may be others now.
+        """
         for store in await asyncio.to_thread(self._stores.all):
             await asyncio.to_thread(self._retry, store.id)
         await self.load()
@@ -164,7 +167,10 @@ class StoreIndices:
             self._drop(gone)
 
     async def keep_up(self) -> None:
-        """Follow all stores, for ever; at once, for what came while a replica that starts was not told."""
+        """Follow all stores, for ever.
+
+        The first look is at once: while a replica starts, it is not told what comes.
+        """
         while True:
             try:
                 await self.load()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from kvstore.tiers.base import Tier
 from serving.config import OrbitServeConfig
 from serving.retrieval.embedders.base import Embedder
 from serving.retrieval.embedders.http import HttpEmbedder
@@ -14,8 +15,11 @@ from serving.retrieval.embedders.static import StaticEmbedder
 _HTTP, _PATH = "http:", "path:"
 
 
-async def open_embedder(config: OrbitServeConfig) -> Embedder:
-    """The embedder of a deployment, ready. Raises EmbedderFailed."""
+async def open_embedder(config: OrbitServeConfig, noted: Tier | None = None) -> Embedder:
+    """The embedder of a deployment, ready. Raises EmbedderFailed.
+
+    `noted`: see `HttpEmbedder.connect`.
+    """
     settings = config.retriever
     if settings.embedder == "lexical":
         return LexicalEmbedder()
@@ -36,4 +40,5 @@ async def open_embedder(config: OrbitServeConfig) -> Embedder:
         key=settings.embedder_key.get_secret_value(),
         prompts=prompts,
         has_images=settings.embedder_images,
+        noted=noted,
     )

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow as pa
 from blake3 import blake3
 
 from kvstore.search.grown import Array
+from kvstore.tiers.base import Tier
 from serving.retrieval.embedders.base import EmbedderFailed, InputRefused, Item, Modality, unit
 
+logger = logging.getLogger(__name__)
 _BATCH = 64  # texts of a call
 _AT_ONCE = 4  # calls
 _REFUSED = (400, 413, 422)  # statuses of an input that is too long, too large, or not readable
@@ -59,20 +63,34 @@ class HttpEmbedder:
         has_images: bool = False,
         timeout_s: float = 30.0,
         transport: httpx.AsyncBaseTransport | None = None,
+        noted: Tier | None = None,
     ) -> HttpEmbedder:
-        """Embedder whose dimensions its server has told.
+        """Embedder whose dimensions its server tells, or has told before.
 
         Args:
             prompts: what stands before queries, and before documents.
+            noted: where dimensions are noted for a start at which the server does not answer.
 
         Raises:
-            EmbedderFailed: it does not answer.
+            EmbedderFailed: it does not answer, and never has.
         """
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         client = httpx.AsyncClient(headers=headers, timeout=timeout_s, trust_env=False, transport=transport)
         probe = cls(url, model, client, 0, prompts, has_images)
-        (vector,) = await probe._embed([Item("size")], "")
-        return cls(url, model, client, vector.shape[1], prompts, has_images)
+        key_of_dims = f"embedders/{probe.fingerprint}"
+        try:
+            (vector,) = await probe._embed([Item("size")], "")
+        except EmbedderFailed as failure:
+            known = None if noted is None else await asyncio.to_thread(noted.get, key_of_dims)
+            if known is None:
+                raise
+            logger.warning("searching by words alone until it answers: %s", failure)
+            dims = int(memoryview(known).tobytes())
+        else:
+            dims = vector.shape[1]
+            if noted is not None:
+                await asyncio.to_thread(noted.put, key_of_dims, [pa.py_buffer(str(dims).encode())])
+        return cls(url, model, client, dims, prompts, has_images)
 
     async def embed_queries(self, items: Sequence[Item]) -> list[Array]:
         return await self._embed(items, self._query_prompt)

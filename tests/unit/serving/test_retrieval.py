@@ -608,6 +608,32 @@ async def test_a_file_that_the_embedder_refuses_fails_with_the_reason(tmp_path: 
     assert (await client.vector_stores.search(store.id, query="the ferry")).data == []  # by words alone
 
 
+async def test_a_retriever_starts_without_its_embedder_and_goes_on_with_it(tmp_path: Path):
+    is_down = True
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if is_down:
+            return httpx.Response(503)
+        texts = json.loads(request.content)["input"]
+        return httpx.Response(200, json={"data": [{"index": i, "embedding": [1.0]} for i in range(len(texts))]})
+
+    async def connect() -> HttpEmbedder:
+        transport = httpx.MockTransport(answer)
+        return await HttpEmbedder.connect("http://there/v1", "m", transport=transport, noted=FileStore(tmp_path).tier)
+
+    with pytest.raises(EmbedderFailed, match="503"):
+        await connect()
+    is_down = False
+    before = await connect()
+    is_down = True
+    embedder = await connect()
+    assert (embedder.dims, embedder.fingerprint) == (before.dims, before.fingerprint)
+    with pytest.raises(EmbedderFailed):
+        await embedder.embed_queries([Item("bees")])
+    is_down = False
+    assert [vectors.shape for vectors in await embedder.embed_queries([Item("bees")])] == [(1, 1)]
+
+
 def test_an_embedder_that_is_none_is_refused_by_name():
     with pytest.raises(ValueError, match="lexical, static, model, path"):
         RetrieverSettings(embedder="magic")
