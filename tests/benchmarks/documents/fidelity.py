@@ -127,9 +127,7 @@ def sources() -> str:
     rows = []
     for kind, folder in (KINDS | REAL).items():
         names = sorted(path.name for path in RESULTS.glob(f"fidelity-{kind}-*.json"))
-        links = (
-            f"[{name.removeprefix(f'fidelity-{kind}-').removesuffix('-cpu2.json')}](results/{name})" for name in names
-        )
+        links = (f"[{name.removeprefix(f'fidelity-{kind}-').rpartition('-')[0]}](results/{name})" for name in names)
         if names:
             model = f"[`{folder}`](../../infra/reference/weights/{folder})" if kind in KINDS else f"`{folder}`"
             rows.append((kind, model, ", ".join(links)))
