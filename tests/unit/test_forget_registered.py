@@ -49,6 +49,7 @@ KEEPS_NOTHING_DELETED = {
     "_Opened": IN_FLIGHT,
     "PatchCompiler": "pools patches of jobs under way; the libraries of its process delete the rest",
     "PathWorker": "an offline run, which holds the sets that its user named and ends",
+    "DecodePolicy": COUNTS + ": names of replicas",
     "Demand": COUNTS,
     "FairQueue": COUNTS + ": answers in progress by tenant",
     "Limit": COUNTS + ": requests in progress by tenant",
