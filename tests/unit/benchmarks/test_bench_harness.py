@@ -25,7 +25,6 @@ UNRECORDED = {
     "agent",
     "autoscale",
     "cluster",
-    "elastic",
     "scale-down",
 }  # no whole run of them was made yet
 
