@@ -7,7 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from serving.bench.fidelity.bench import KINDS, REAL, TARGETS
 from serving.bench.fidelity.windows import BEHIND_UNITS, OF_WINDOWS, SAME_TOKENS, SLIDES, TURNED
 from serving.bench.harness import UNCERTAINTY
-from tests.benchmarks.documents.records import RESULTS, Record, Rows, aim, cell, judged, markdown, number, with_interval
+from tests.benchmarks.documents.records import (
+    RESULTS,
+    Record,
+    Rows,
+    aim,
+    cell,
+    judged,
+    markdown,
+    measured,
+    number,
+    with_interval,
+)
 from tests.benchmarks.documents.records import fidelity as recorded
 
 BUNDLED = "gqa"
@@ -28,6 +39,20 @@ ARMS = {
     "mpic_32": "`mpic-32`",
     "cacheblend_15": "`cacheblend-15`",
     "blind": "`full-reuse`",
+}
+ASKED = ("before", "after")  # compaction
+ALIKE = "ROUGE-L of 128 tokens with the full cache's, SmolLM2"
+KV_ARMS = {
+    "full": "all of them",
+    "evict": "`evict`",
+    "cover": "`cover`",
+    "merge": "`merge`",
+    "paper": "`paper`",
+    "eq1": "the paper's anchors, the others left out",
+    "h2o": "H2O",
+    "local": "the first four, and the last",
+    "uniform": "evenly spread",
+    "random": "by chance",
 }
 # Rows of the first page: arm, what serves the chunk, in the words of the modes.
 FIRST_PAGE = (
@@ -301,6 +326,19 @@ def missed() -> str:
     return markdown(("split, arm, figure", *KINDS, "aimed at"), rows)
 
 
+def less_kv() -> str:
+    """Answers and text from a fifth of the KV, by how its entries are chosen."""
+    found, budget = measured("elastic", "C"), "0.2"
+    answered = [found.table(f"{kind}: right answers, asked {when}") for kind in ("gqa", "mha") for when in ASKED]
+    text = [found.table(name) for name in ("perplexity of the next 64 tokens, SmolLM2", ALIKE)]
+    rows = []
+    for arm, words in KV_ARMS.items():
+        values = (f"{table[arm][budget]:.2f}" if arm in table else "" for table in (*answered, *text))
+        rows.append((words, *values))
+    asked = (f"{kind}, asked {when}" for kind in ("gqa", "mha") for when in ASKED)
+    return markdown(("a fifth of the entries", *asked, "perplexity", "ROUGE-L"), rows)
+
+
 def papers() -> str:
     """Figures that differ from the papers'."""
     rows = [
@@ -322,6 +360,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "storage": storage,
     "survivors": survivors,
     "recalled": recalled,
+    "less-kv": less_kv,
     "papers": papers,
     "missed": missed,
 }
