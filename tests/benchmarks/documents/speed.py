@@ -30,6 +30,17 @@ RAG_ARMS = {
     "full-reuse": "`full-reuse`, as sent",
 }
 ONE_SHOT_ARMS = {"prefix": "vLLM, prefix caching", "off": "`off`", "auto": "`auto`"}
+PLANS = {
+    "static": "as many as the peak needs",
+    "oracle": "what a moment needs, at once",
+    "ours": "ours",
+    "ours-no-hand-over": "ours, without hand-over",
+    "ray": "Ray Serve's default",
+    "hpa": "HPA, 240 s",
+    "knative": "Knative's panic",
+    "saturation": "saturation thresholds",
+    "sla-means": "an SLA planner on means",
+}
 TTFT_ARMS = {
     "vllm": "vLLM, prefix caching",
     "compiled": "vLLM, compiled",
@@ -372,6 +383,18 @@ def first_page() -> str:
     )
 
 
+def plans() -> str:
+    """Good answers and replica-hours of autoscaling policies on each trace."""
+    found = measured("autoscale", "C")
+    good, hours = found.table("good answers"), found.table("replica-hours")
+    traces = list(good["static"])
+    rows = [
+        (PLANS.get(policy, f"`{policy}`"), *(f"{good[policy][one]:.3f}, {hours[policy][one]:.1f}" for one in traces))
+        for policy in good
+    ]
+    return markdown(("share of good answers, replica-hours", *traces), rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "first-page": first_page,
@@ -385,5 +408,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "system-prompt": system_prompt,
     "break-even": break_even,
     "placement": placement,
+    "plans": plans,
     "shared-processors": shared_processors,
 }
