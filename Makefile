@@ -12,8 +12,8 @@ help: ## List these targets
 demo: setup ## Start the service, ask about pages in two orders, print what was reused [MODEL=smollm2] [KEEP=1]
 	$(ORBITSERVE) demo $(if $(MODEL),--model "$(MODEL)") $(if $(KEEP),--keep) $(ARGS)
 
-demo-rag: setup ## Start the service, find pages of PDFs in a vector store, cite and link them [FOLDER=your/files] [KEEP=1]
-	$(ORBITSERVE) demo rag $(if $(FOLDER),--folder "$(FOLDER)") $(if $(KEEP),--keep) $(ARGS)
+demo-rag: setup ## Start the service, find pages of PDFs in a vector store, cite and link them [FOLDER=your/files] [MODEL=smollm2] [KEEP=1]
+	$(ORBITSERVE) demo rag $(if $(MODEL),--model "$(MODEL)") $(if $(FOLDER),--folder "$(FOLDER)") $(if $(KEEP),--keep) $(ARGS)
 
 serve: setup ## Serve a model: make serve MODEL=directory|smollm2|ORGANISATION/NAME, or CONFIG=file, or both [ARGS="..."]
 	@test -n "$(MODEL)$(CONFIG)" || { echo "which model? make serve MODEL=directory, or CONFIG=file that names one"; exit 2; }

@@ -1,4 +1,4 @@
-"""The demo of retrieval: pages of PDFs that are found by a question, and linked."""
+"""The demos of retrieval: pages of PDFs, or notes, that are found by a question, and linked."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from rich.markup import escape
 from infra.reference import DEFAULT_MODEL, weights
 from serving.cli.demo import Answer, Demo, answered, compare, open_client, show, wait_until_formed
 from serving.cli.demo_pages import PAGES, Story
+from serving.cli.demo_texts import FIRST, NOTES, SECOND, Texts
 
 NOTEBOOKS = ("alder", "birch", "cedar", "maple")
 _DPI = 96  # of `documents.dpi`: a picture's pixels are the page's
 
 
 class Rag(Demo):
-    """Retrieval on the bundled model: new pages in every run, or a folder of files.
+    """Retrieval on the bundled model from drawn pages, on SmolLM2 from notes, or from a folder of files.
 
     Args:
         seed: of an earlier run's pages; None: new ones.
-        folder: files to ask about, in words that are typed; None: the notebooks.
+        folder: files to ask about, in words that are typed; None: the notebooks, or the notes.
+        model: `bundled`, `smollm2`, or a checkpoint's directory; the last needs a folder.
     """
 
-    title = f"bundled model {DEFAULT_MODEL}, with a retriever"
     how_to_go_on = """
 your own documents, while a server runs (`make demo-rag KEEP=1`): open {url}/console, or
   curl {url}/v1/files -F purpose=assistants -F file=@manual.pdf
@@ -38,11 +39,16 @@ your own documents, while a server runs (`make demo-rag KEEP=1`): open {url}/con
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "{model}", "messages": [
     {{"role": "user", "content": "What is this?"}}], "orbit": {{"retrieve": {{"vector_store_ids": ["vs_..."]}}}}}}'"""
 
-    def __init__(self, seed: int | None = None, folder: Path | None = None) -> None:
+    def __init__(self, seed: int | None = None, folder: Path | None = None, model: str = "bundled") -> None:
         self._seed = time.time_ns() if seed is None else seed
-        self._folder = folder
+        self._folder, self._model = folder, model
+        self.title = f"{f'bundled model {DEFAULT_MODEL}' if model == 'bundled' else model}, with a retriever"
 
     def model(self) -> dict[str, Any]:
+        if self._model == "smollm2":
+            return Texts().model()
+        if self._model != "bundled":
+            return {"path": Path(self._model)}
         return {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": 4096}
 
     def converse(self, console: Console, url: str, model: str) -> bool:
@@ -50,6 +56,8 @@ your own documents, while a server runs (`make demo-rag KEEP=1`): open {url}/con
         store = client.vector_stores.create(name="demo").id
         if self._folder is not None:
             return self._upload(console, client, store, self._folder)
+        if self._model != "bundled":
+            return _ask_notes(console, client, model, store)
         stories = [Story.drawn(self._seed + i) for i in range(len(NOTEBOOKS))]
         for name, story in zip(NOTEBOOKS, stories, strict=True):
             pictures = [Image.open(BytesIO(picture)).convert("RGB") for picture in story.pictures]
@@ -92,9 +100,26 @@ your own documents, while a server runs (`make demo-rag KEEP=1`): open {url}/con
         return good
 
 
-def _ask(client: OpenAI, model: str, store: str, about: str, question: str) -> Answer:
+def _ask_notes(console: Console, client: OpenAI, model: str, store: str) -> bool:
+    """Ask two questions that one of three notes answers."""
+    for name, note in NOTES.items():
+        file = client.files.create(file=(name, note.encode()), purpose="assistants").id
+        added = client.vector_stores.files.create_and_poll(file, vector_store_id=store, poll_interval_ms=100)
+        console.print(f"{name}: {added.status}")
+    answers, good = [], True
+    for title, question in (("first question", FIRST), ("second question, of the same note", SECOND)):
+        answers.append(answer := _ask(client, model, store, question.text, question.text, 1))
+        found = [one["filename"] for one in answer.orbit["retrieval"]["results"]]
+        console.print(f"found: {', '.join(found)}")
+        good &= found == ["museum.txt"]
+        good &= show(console, title, question.text, answer, question.answer, question.answer in answer.text)
+        wait_until_formed()
+    return compare(console, *answers) and good
+
+
+def _ask(client: OpenAI, model: str, store: str, about: str, question: str, most: int = PAGES.pages) -> Answer:
     """The greedy answer to a question whose pages are searched for."""
-    retrieve = {"vector_store_ids": [store], "query": about, "max_num_results": PAGES.pages}
+    retrieve = {"vector_store_ids": [store], "query": about, "max_num_results": most}
     return answered(client, model, question, {"retrieve": retrieve})
 
 

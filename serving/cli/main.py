@@ -41,8 +41,11 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving afterwards, until interrupted.")] = False,
     seed: Annotated[int | None, typer.Option(help="Draw the pages of an earlier run. Default: new ones.")] = None,
     model: Annotated[
-        Literal["bundled", "smollm2"],
-        typer.Option(help="bundled: a small model and pictures; smollm2: SmolLM2-135M-Instruct and text files."),
+        str,
+        typer.Option(
+            help="bundled: a small model and pictures; smollm2: SmolLM2-135M-Instruct and text files. With rag and "
+            "--folder: a checkpoint's directory too."
+        ),
     ] = "bundled",
     folder: Annotated[
         Path | None, typer.Option(help="With rag: a folder of your own, to be asked about in the browser.")
@@ -54,11 +57,15 @@ def demo(
     from serving.cli.demo_pages import Pages
     from serving.cli.demo_texts import Texts
 
+    if model not in ("bundled", "smollm2") and (kind != "rag" or folder is None or not Path(model).is_dir()):
+        raise typer.BadParameter(
+            f"--model {model}: bundled, smollm2, or with rag and --folder a checkpoint's directory"
+        )
     try:
         if kind == "rag":
             from serving.cli.demo_rag import Rag
 
-            good = run_demo(Rag(seed, folder), console, port, keep or folder is not None)
+            good = run_demo(Rag(seed, folder, model), console, port, keep or folder is not None)
         else:
             good = run_demo(Pages(seed) if model == "bundled" else Texts(), console, port, keep)
     except ModelUnavailable as error:

@@ -10,6 +10,7 @@ from client import Service
 from rich.console import Console
 
 from serving.cli.demo_pages import Pages, Story
+from serving.cli.demo_rag import Rag
 
 pytestmark = pytest.mark.service
 
@@ -27,6 +28,13 @@ def test_the_demo_asks_what_the_model_answers_from_reused_pages(bundled: Service
     assert said.count(", right\n") == 2
     assert "wrong: it is" not in said
     assert ", 0 vision tokens encoded" in said
+
+
+def test_the_demo_of_retrieval_finds_the_pages_and_links_them(bundled: Service, console: Console):
+    assert Rag(SEED).converse(console, bundled.url, bundled.model)
+    said = console.export_text()
+    assert said.count("alder.pdf page 1") == 2
+    assert said.count(", right\n") == 2
 
 
 def test_the_demo_fails_where_an_answer_is_not_what_the_pages_say(
