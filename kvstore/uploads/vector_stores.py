@@ -21,7 +21,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ from kvstore.uploads.index_states import IndexStates
 from kvstore.uploads.json_objects import JsonObjects
 from kvstore.uploads.references import Activity, Attributes, Batch, Reference, Summary, VectorStore
 
+_AT_ONCE = 16  # files of a search's results that are asked for
 _STORES, _ACTIVITY, _FILES, _BATCHES = "stores/", "store-activity/", "store-files/", "store-batches/"
 _INDEX, _REMOVED = "references/", "store-removed/"
 _STORE = re.compile(rf"vs_{DIGITS}")
@@ -99,6 +101,7 @@ class VectorStores:
         self._batches = JsonObjects(self._tier, Batch)
         self._activity = JsonObjects(self._tier, Activity)
         self.states = IndexStates(self._tier)
+        self._asking = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvstore-stores")
         self._noted: dict[str, float] = {}  # by store: when this process noted its use in a request
         self._changing = threading.RLock()  # a change looks at what is there and writes in one step
 
@@ -204,11 +207,24 @@ class VectorStores:
     def reference(self, store_id: str, file_id: str) -> Reference:
         """A store's entry for a file. Raises UnknownVectorStore if there is none."""
         self.get(store_id)
-        found = self._find(store_id, file_id)
-        reference = None if found is None else self._references.read(found.key)
+        reference = self._reference(store_id, file_id)
         if reference is None:
             raise UnknownVectorStore(f"No such file in vector store {store_id}: {file_id}")
         return reference
+
+    def references_there(self, places: Collection[tuple[str, str]]) -> dict[tuple[str, str], Reference]:
+        """Entries of files in stores, by (store, file), as far as they are there and can be read.
+
+        All are asked for at once: in an object store each takes some round trips.
+        """
+        stores = {store: self._asking.submit(self._is_there, store) for store, _ in places}
+        files = {place: self._asking.submit(self._reference, *place) for place in places}
+        found = dict[tuple[str, str], Reference]()
+        for place, asked in files.items():
+            with suppress(TierUnavailable):
+                if stores[place[0]].result() and (reference := asked.result()) is not None:
+                    found[place] = reference
+        return found
 
     def references(self, store_id: str) -> list[Reference]:
         """All files of a store, oldest first. Raises UnknownVectorStore."""
@@ -372,6 +388,15 @@ class VectorStores:
             return iter(())
         parsed = (_Entry.parse(_INDEXED, entry) for entry in self._tier.entries(f"{_INDEX}{file_id}/"))
         return (entry for entry in parsed if entry is not None)
+
+    def _is_there(self, store_id: str) -> bool:
+        with suppress(UnknownVectorStore):
+            return self.get(store_id) is not None
+        return False
+
+    def _reference(self, store_id: str, file_id: str) -> Reference | None:
+        found = self._find(store_id, file_id)
+        return None if found is None else self._references.read(found.key)
 
     def _find(self, store_id: str, file_id: str) -> _Entry | None:
         return next((entry for entry in self._holding(file_id) if entry.store == store_id), None)

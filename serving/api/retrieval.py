@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
-from kvstore.errors import StoreError, UnknownVectorStore
+from kvstore.errors import UnknownVectorStore
 from kvstore.search.filters import InvalidFilter, check_filter
 from kvstore.uploads.index_states import IndexState
 from kvstore.uploads.references import Reference, VectorStore
@@ -185,19 +185,11 @@ class Retrieval:
         for store_id in store_ids:
             self.stores.note_use(store_id)
         found: list[Result] = []
-        known: dict[tuple[str, str], Reference | None] = {}
-        for hit in hits:
-            place = hit.store, hit.file
-            if place not in known:
-                try:
-                    known[place] = self.stores.reference(*place)
-                except (UnknownVectorStore, StoreError):
-                    known[place] = None
-            if (reference := known[place]) is not None:
-                found.append(Result(hit, reference))
-            if len(found) == most:
-                break
-        return found
+        for some in (hits[:most], hits[most:]):  # the others only where some of the first have gone
+            if len(found) < most:
+                there = self.stores.references_there({(hit.store, hit.file) for hit in some})
+                found += [Result(hit, there[hit.store, hit.file]) for hit in some if (hit.store, hit.file) in there]
+        return found[:most]
 
     def state(self, known: Mapping[tuple[str, int], IndexState], reference: Reference) -> str:
         """State of a file by those known of its store."""

@@ -80,6 +80,17 @@ def test_what_is_not_there_is_unknown(reopen: Open) -> None:
             stores.content(file_id)
 
 
+def test_of_found_files_those_are_told_that_are_there_still(reopen: Open) -> None:
+    stores = reopen()
+    page, cover, store, gone = upload(stores), upload(stores, b"cover"), stores.create(), stores.create()
+    for one in (store, gone):
+        stores.add(one.id, "ops", {page: {"n": 1}, cover: {}})
+    stores.remove(store.id, cover)
+    stores.delete(gone.id)
+    places = {(one.id, file) for one in (store, gone) for file in (page, cover)}
+    assert stores.references_there(places) == {(store.id, page): stores.reference(store.id, page)}
+
+
 def test_adding_needs_every_file_and_adds_none_without(reopen: Open) -> None:
     stores = reopen()
     mine, theirs, store = upload(stores), upload(stores, tenant="rival"), stores.create()
