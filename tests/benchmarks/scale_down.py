@@ -34,7 +34,6 @@ from autoscale.signals import Role
 from infra.reference import DEFAULT_MODEL, weights
 from prefill_workers.modes import OperatingPoint
 from serving.bench.harness import Benchmark, Outcome
-from serving.deploy.handles import driver_handle
 from serving.deploy.launch import APPLICATION, application
 from serving.scaling.check import compared
 from tests.benchmarks.servers import bench_config
@@ -45,6 +44,7 @@ SCALE_DOWNS, QUICK = 50, 2
 WRITERS, READERS = 4, 1
 PAGES = 12  # new ones of each scale-down
 CHECKED_S = 120.0  # of load that is replayed
+_LEARNING_S = 60.0  # for new pages' KV to be kept, in idle time
 _PATIENCE_S = 900.0  # for replicas to come or go
 _REUSED = "full-reuse"  # canonical KV alone: patches go by the compiler, whatever becomes of a prefill worker
 
@@ -153,8 +153,9 @@ class Service:
 def _scaled_down(service: Service, number: int) -> Turn:
     pages = range(1000 + number * PAGES, 1000 + (number + 1) * PAGES)
     service.reused(pages, "exact")  # each by one of the two
-    driver_handle(ROLES[Role.PREFILL], APPLICATION).broadcast("flush").results(timeout_s=300)
-    before = service.reused(pages, _REUSED)
+    until = time.monotonic() + _LEARNING_S
+    while len(before := service.reused(pages, _REUSED)) < len(pages) and time.monotonic() < until:
+        time.sleep(1)  # under load nothing says when all is learnt
     down_s = service.scale(1)
     after = service.reused(before, _REUSED)  # a replica learns others by being asked
     return Turn(down_s, service.scale(2), sum(before.values()), sum(after.values()))
