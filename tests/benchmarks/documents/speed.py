@@ -154,7 +154,7 @@ FIGURES = (
     ("cluster", "slowest_s", "to the last of the questions under way, linked anew elsewhere"),
     ("cluster", "back_s", "s until workers serve on the node that came back"),
     ("cluster", "failed", "answers that failed, of three power cuts"),
-    ("scale-down", "failed", "answers that failed in 50 scale-downs of prefill and decode under load"),
+    ("scale-down", "failed", "answers that failed in scale-downs of prefill and decode under load (C: two of them)"),
     ("scale-down", "reuse_kept", "tokens of pages found again after these, over before"),
     ("scale-down", "p50_error", "time to first token as simulated, over measured, less 1: median"),
     ("scale-down", "p99_error", "the same, 99th percentile"),

@@ -23,7 +23,6 @@ RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.
 FIELDS = {"name", "command", "versions", "machine", "workload", "arms", "figures"}
 UNRECORDED = {
     "agent",
-    "scale-down",
 }  # no whole run of them was made yet
 
 
