@@ -94,7 +94,8 @@ def bundled(only_service: Callable[..., Service]) -> Service:
     Sums are weighed as `serving.bench.fidelity.masses.FirstLayer` has it.
     """
     composing = {"fidelity": {"share": 0}, "compose_up_to": 2, "weigh_by": "attention", "pair_forwards": 0}
-    return only_service("bundled", "float32", model=model(DEFAULT_MODEL), patch={"rank": RANK}, prefill=composing)
+    sections = {"patch": {"rank": RANK}, "prefill": composing, "retriever": {"replicas": 1}}
+    return only_service("bundled", "float32", model=model(DEFAULT_MODEL), **sections)
 
 
 @pytest.fixture
