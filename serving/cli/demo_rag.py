@@ -24,7 +24,7 @@ _DPI = 96  # of `documents.dpi`: a picture's pixels are the page's
 
 
 class Rag(Demo):
-    """Retrieval on the bundled model from drawn pages, on SmolLM2 from notes, or from a folder of files.
+    """Retrieval from drawn pages (bundled model), notes (SmolLM2) or a folder of files.
 
     Args:
         seed: of an earlier run's pages; None: new ones.
