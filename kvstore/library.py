@@ -289,10 +289,10 @@ class Library:
         """
         return self._stack.price(tenant)
 
-    def hot(self, limit: int) -> list[str]:
-        """Content ids of at most `limit` chunks with canonical KV in memory, latest use first."""
+    def hot(self, limit: int) -> list[CanonicalRecord]:
+        """At most `limit` chunks' canonical KV in memory, latest use first; reading it is no use."""
         records = self._hot.latest(lambda record: isinstance(record, CanonicalRecord), limit)
-        return list(dict.fromkeys(record.content for record in records))
+        return [record for record in records if isinstance(record, CanonicalRecord)]
 
     @property
     def disk(self) -> DiskTier | None:

@@ -12,7 +12,7 @@ from kvstore.operator import host_kernel
 from kvstore.operator.directions import Directions
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch, PatchKind
-from kvstore.operator.rotary import rotate, rotate_
+from kvstore.operator.rotary import rotate, turn_
 
 
 def relocate(kv: Tensor, delta: int | float, layout: Layout, out: Tensor | None = None) -> Tensor:
@@ -21,6 +21,13 @@ def relocate(kv: Tensor, delta: int | float, layout: Layout, out: Tensor | None 
     `out` may be `kv` itself.
     """
     return apply(kv, None, delta, layout, out)
+
+
+def turn(kv: Tensor, rotation: tuple[Tensor, Tensor], layout: Layout) -> None:
+    """R · KV [..., features] in place, by cos and sin (`RotaryScheme.rotation`) that lie where KV does."""
+    for segment, part in zip(layout.segments, layout.split(kv), strict=True):
+        if segment.rotary:
+            turn_(part.unflatten(-1, (segment.heads, segment.width)), rotation, layout.rotary)
 
 
 def deficit_at(kv: Tensor, canonical: Tensor, position: int | float, layout: Layout) -> Tensor:
@@ -92,14 +99,13 @@ def warm_up(layout: Layout, dtype: torch.dtype) -> None:
 def _apply_by_layer(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor) -> None:
     """`apply` in plain torch, for any device: one layer's fp32 copy at a time stays in cache."""
     total = torch.empty(kv.shape[1:], dtype=torch.float32, device=kv.device)
-    places = layout.slices()
+    rotation = layout.rotary.rotation(delta, kv.device) if delta != 0 else None
     for layer in range(layout.layers):
         total.copy_(kv[layer])
-        for index, segment in enumerate(layout.segments):
-            part = total[:, places[segment.name]]
-            if patch is not None and layer >= patch.first_layer:
-                left, right = patch.segments[index].factors_of(layer - patch.first_layer)
+        if patch is not None and layer >= patch.first_layer:
+            for part, directions in zip(layout.split(total), patch.segments, strict=True):
+                left, right = directions.factors_of(layer - patch.first_layer)
                 part.addmm_(left.t(), right)
-            if segment.rotary:
-                rotate_(part.unflatten(-1, (segment.heads, segment.width)), delta, layout.rotary)
+        if rotation is not None:
+            turn(total, rotation, layout)
         out[layer].copy_(total)

@@ -77,21 +77,25 @@ def rotate(x: Tensor, delta: int | float, scheme: RotaryScheme, out: Tensor | No
     in_place = out is x or (out.data_ptr() == x.data_ptr() and out.stride() == x.stride())
     if delta == 0:
         return out if in_place else out.copy_(x)
-    cos, sin = scheme.rotation(delta, x.device)
+    _turn(x, scheme.rotation(delta, x.device), scheme, out)
+    if not in_place and x.shape[-1] > scheme.rotary_dim:
+        out[..., scheme.rotary_dim :].copy_(x[..., scheme.rotary_dim :])
+    return out
+
+
+def turn_(x: Tensor, rotation: tuple[Tensor, Tensor], scheme: RotaryScheme) -> None:
+    """R x in place, by cos and sin (`RotaryScheme.rotation`) that lie where x does."""
+    _turn(x, rotation, scheme, x)
+
+
+def _turn(x: Tensor, rotation: tuple[Tensor, Tensor], scheme: RotaryScheme, out: Tensor) -> None:
+    cos, sin = rotation
     first, second = (member.float() for member in scheme.pairs(x))
     rotated_first = torch.mul(first, cos).addcmul_(second, sin, value=-1.0)
     rotated_second = torch.mul(second, cos).addcmul_(first, sin)
     out_first, out_second = scheme.pairs(out)
     out_first.copy_(rotated_first)
     out_second.copy_(rotated_second)
-    if not in_place and x.shape[-1] > scheme.rotary_dim:
-        out[..., scheme.rotary_dim :].copy_(x[..., scheme.rotary_dim :])
-    return out
-
-
-def rotate_(x: Tensor, delta: int | float, scheme: RotaryScheme) -> Tensor:
-    """`rotate` in place."""
-    return rotate(x, delta, scheme, out=x)
 
 
 def turns_evenly(table: Tensor, frequencies: Tensor) -> bool:

@@ -26,12 +26,13 @@ class DeviceCache(Generic[T]):
 
     A copy lives no longer than its original: what the library's memory drops, because it was deleted, quarantined or
     evicted, leaves the device when the last request that uses it ends. All bytes take the same time to bring, so that
-    only uses and idle time weigh. Of one thread, but for originals that end on others.
+    only uses and idle time weigh. Of one thread, but for `holds`, and for originals that end on others.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = self.hits = self.misses = 0
+        self.version = 0  # grows whenever a copy comes or goes
         self._entries: dict[int, _Entry[T]] = {}
         self._ended: list[int] = []  # an original may end on any thread, at any time
 
@@ -46,6 +47,11 @@ class DeviceCache(Generic[T]):
         entry.uses += 1
         entry.used = time.monotonic()
         return entry.copy
+
+    def holds(self, original: object) -> bool:
+        """True if there is a copy of an object. No use; from any thread."""
+        entry = self._entries.get(id(original))
+        return entry is not None and entry.original() is original
 
     def put(self, original: object, copy: T, nbytes: int) -> bool:
         """Keep a copy if there is room, or room can be made. True if it is kept."""
@@ -63,12 +69,14 @@ class DeviceCache(Generic[T]):
         reference = weakref.ref(original, lambda _: self._ended.append(number))
         self._entries[number] = _Entry(reference, copy, nbytes)
         self.nbytes += nbytes
+        self.version += 1
         return True
 
     def clear(self) -> None:
         """Drop all copies."""
         self._entries.clear()
         self.nbytes = 0
+        self.version += 1
 
     @staticmethod
     def _worth(entry: _Entry[T], now: float) -> float:
@@ -85,3 +93,4 @@ class DeviceCache(Generic[T]):
         entry = self._entries.pop(number, None)
         if entry is not None:
             self.nbytes -= entry.nbytes
+            self.version += 1

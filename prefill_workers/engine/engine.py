@@ -295,6 +295,13 @@ class PrefillEngine:
         """
         return self._calls.timed("place", chunks)[1]
 
+    def on_device(self, chunks: Sequence[Tensor]) -> tuple[int, list[bool]] | None:
+        """Version of a GPU's copies of stored KV, and which of these it has; from any thread.
+
+        None where none are kept.
+        """
+        return self._call("on_device", chunks) if self.places_on_device and self.accepts_layerwise_kv else None
+
     def finish_writes(self) -> None:
         """Wait until what was written is there for others to read; a forward waits by itself."""
         self._call("finish_writes")

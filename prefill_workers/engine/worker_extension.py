@@ -17,6 +17,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
 | `copy_kv`          | blocks' KV into other blocks, its keys turned by so many positions   |
 | `place`            | the same for canonical KV and patches, by one kernel on a device     |
+| `on_device`        | which stored KV the device has copies of                             |
 | `finish_writes`    | waits until what was written is there for others to read             |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
 | `compact`          | a sequence's KV into other blocks, in fewer entries                  |
@@ -46,7 +47,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from infra.cpu import openmp
 from kvstore.operator import device_kernel
-from kvstore.operator.apply import relocate
+from kvstore.operator.apply import relocate, turn
 from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.page_table import PageTable
@@ -481,16 +482,33 @@ class WorkerExtension:
         index = torch.arange(tokens)
         slots = torch.tensor(targets)[index // size] * size + index % size
         (slots,) = self._sent(slots)
-        layers = range(len(self._attention.names))
+        layers, rotation = range(len(self._attention.names)), None
+        if shift and self._ring is not None:
+            cos, sin = self._sent(*self._layer_layout.rotary.rotation(shift, "cpu"))
+            rotation = cos, sin
         for layer, rows in enumerate(self._stored(sources, 0, tokens, layers)):
-            moved = relocate(rows[None], shift, self._layer_layout)[0] if shift else rows
-            self._attention.update(layer, moved.to(dtype), slots)
+            if rotation is not None:
+                turn(rows, rotation, self._layer_layout)
+            elif shift:
+                of_layer = rows[None]
+                relocate(of_layer, shift, self._layer_layout, out=of_layer)
+            self._attention.update(layer, rows.to(dtype), slots)
 
     @torch.inference_mode()
     def place(self, chunks: Sequence[Placement]) -> None:
         """Relocate, patch and write stored chunks on the device, from host memory."""
         assert self._writer is not None
         self._writer.write(chunks)
+
+    def on_device(self, chunks: Sequence[Tensor]) -> tuple[int, list[bool]] | None:
+        """Version of the device's copies of stored KV, and which of these it has; from any thread.
+
+        None where none are kept.
+        """
+        cache = None if self._writer is None else self._writer.cache
+        if cache is None or not cache.limit_bytes:
+            return None
+        return cache.version, [cache.holds(kv) for kv in chunks]
 
     def _sent(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors on the device, without waiting for copies."""

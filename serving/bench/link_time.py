@@ -25,7 +25,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from serving.bench.engine_process import in_prefill_process
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
-from serving.bench.models import GPU_POOL_GIB, load_format, measured_model, on_gpu
+from serving.bench.models import GPU_POOL_GIB, load_format, measured_dtype, measured_model, on_gpu
 from serving.bench.worker import Prompt, Worker, prompt_over, worker
 from serving.loadtest.images import noise
 
@@ -56,7 +56,8 @@ def run(quick: bool, console: Console) -> Outcome:
     console.print("measuring in a process like a prefill worker's")
     samples, stages = in_prefill_process(_measure, model, cases, turns)
     arms = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items()]
-    workload = {"model": model, "dtype": "bfloat16", "pages x tokens": list(cases), "turns": turns, "in_flight": 1}
+    measured = {"model": model, "dtype": measured_dtype()}
+    workload = {**measured, "pages x tokens": list(cases), "turns": turns, "in_flight": 1}
     return Outcome(workload, arms, _figures(list(cases), {arm.name: arm for arm in arms}), {"stages, ms": stages})
 
 
@@ -80,8 +81,8 @@ def _measure(
     checkpoint = checkpoint_path(model)
     engine = PrefillEngine(
         EngineSpec(
-            model=str(checkpoint), load_format=load_format(checkpoint), max_model_len=CONTEXT, hand_off=False,
-            kv_cache_gib=GPU_POOL_GIB, device_bytes=_DEVICE_BYTES if on_gpu() else 0,
+            model=str(checkpoint), dtype=measured_dtype(), load_format=load_format(checkpoint), max_model_len=CONTEXT,
+            hand_off=False, kv_cache_gib=GPU_POOL_GIB, device_bytes=_DEVICE_BYTES if on_gpu() else 0,
         )
     )  # fmt: skip
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)

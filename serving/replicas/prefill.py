@@ -138,7 +138,12 @@ class PrefillWorker:
         )
         self._handshake_timeout = settings.canary_timeout_s
         self._reporter = PrefillReporter(
-            self._loop, self._library, bytes_per_token, config.routing.hot_chunks, self._sessions
+            self._loop,
+            self._library,
+            bytes_per_token,
+            config.routing.hot_chunks,
+            self._sessions,
+            self._engine.on_device,
         )
         self._tiny = count()
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups

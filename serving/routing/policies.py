@@ -8,7 +8,7 @@ Nothing here knows Ray: `ray_router` asks these policies inside Ray Serve.
 
 | policy  | the cost of a replica                                                                         |
 |---------|-----------------------------------------------------------------------------------------------|
-| prefill | seconds: queued tokens + tokens to compute at its pace, + bytes to load at its tiers' pace     |
+| prefill | seconds: queued tokens + tokens to compute at its pace, + bytes to load from tiers, and to a GPU |
 | decode  | share of its KV blocks, or of its sequences if that is more, in use with the request there     |
 
 Reports are about a period old. What this process has sent meanwhile it knows by itself, and adds: else all requests
@@ -34,12 +34,13 @@ from prefill_workers.prefix_digests import MARK_BYTES, marked_beginnings
 from serving.routing.ledger import NOTHING, Ledger, Load
 
 if TYPE_CHECKING:
-    from prefill_workers.protocol import LinkRequest
+    from prefill_workers.protocol import LinkRequest, SessionRef
 
 # MARK_BYTES is of a chunk's mark as well: among 10^5 chunks some two are taken for each other once in 10^9 deployments
 _CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered
 _REMEMBERED = 1 << 16  # chunks known to be stored
 _BYTES_PER_SECOND = float(1 << 30)  # of a replica that has not measured its loads: a disk whose pages are cached
+_TO_DEVICE_BYTES_PER_SECOND = 25e9  # from host memory to a GPU: PCIe 4.0 with 16 lanes
 
 REGISTRY = CollectorRegistry()  # of this process, which is one replica of the ingress
 KV_USE = Gauge(
@@ -76,7 +77,8 @@ class PrefillReport:
     """Report of a prefill worker.
 
     `hot` are marks of chunks in its memory, most recently used first, and of sessions that it has served; `begun` of
-    the beginnings of prompts in its blocks, the latest first.
+    the beginnings of prompts in its blocks, the latest first; `on_device` of the hot chunks that a GPU has copies of,
+    None without a GPU.
     """
 
     queued_tokens: int
@@ -89,6 +91,8 @@ class PrefillReport:
     hot_version: int  # changes with `hot`
     begun: bytes = b""
     begun_version: int = 0  # changes with `begun`
+    on_device: bytes | None = None
+    device_version: int = 0  # changes with `on_device`
 
     @property
     def forward_cost(self) -> ForwardCost:
@@ -244,6 +248,15 @@ class PrefillView:
     forward_cost: ForwardCost = USUAL
     bytes_per_second: float = _BYTES_PER_SECOND
     bytes_per_token: int = 0
+    on_device: Collection[bytes] | None = None  # marks of what its GPU had; None: it computes where its memory is
+
+    def has(self, chunk: Chunk) -> bool:
+        """True if it has a chunk in memory."""
+        return chunk.mark in self.hot or chunk.mark in self.expected
+
+    def must_bring(self, chunk: Chunk) -> bool:
+        """True if a chunk that it has in memory must be copied to its GPU."""
+        return self.on_device is not None and chunk.mark not in self.on_device and chunk.mark not in self.expected
 
 
 @dataclass(frozen=True)
@@ -253,12 +266,13 @@ class Estimate:
     queued: float  # tokens
     computed: int  # tokens
     loaded: int  # bytes
+    brought: int  # bytes from its memory to its GPU
     held: int  # tokens whose KV is in the replica's memory, but those that the mode computes all the same
     seconds: float
 
 
 def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> Estimate:
-    """Queued tokens + tokens to compute + bytes to load, in seconds.
+    """Queued tokens + tokens to compute + bytes to load and to bring to a GPU, in seconds.
 
     Args:
         stored: marks of chunks that some tier is known to have. Others must be computed, whoever does it.
@@ -267,17 +281,32 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
     all the same: by the next time one is formed, and then fits here.
     """
     known = next((b for b in reversed(ask.beginnings) if b.mark in view.hot or b.mark in view.expected), Beginning())
-    computed, loaded, held = ask.text - known.text, 0, known.tokens
+    computed, loaded, brought, held = ask.text - known.text, 0, 0, known.tokens
     for chunk in ask.chunks[known.chunks :]:
-        here, reused = chunk.mark in view.hot or chunk.mark in view.expected, chunk.tokens - chunk.computed
+        here, reused = view.has(chunk), chunk.tokens - chunk.computed
         held += reused if here else 0
         if not chunk.patched or not (here or chunk.mark in stored):
             computed += chunk.tokens
             continue
         computed += chunk.computed
-        loaded += 0 if here else reused * view.bytes_per_token
+        if not here:
+            loaded += reused * view.bytes_per_token
+        elif view.must_bring(chunk):
+            brought += reused * view.bytes_per_token
+    moving = loaded / view.bytes_per_second + brought / _TO_DEVICE_BYTES_PER_SECOND
     computing = view.forward_cost.added_seconds(view.queued_tokens + computed)
-    return Estimate(view.queued_tokens, computed, loaded, held, computing + loaded / view.bytes_per_second)
+    return Estimate(view.queued_tokens, computed, loaded, brought, held, computing + moving)
+
+
+class _Known(NamedTuple):
+    """Marks that a replica reported; see `PrefillView`."""
+
+    versions: tuple[int, ...] = ()
+    hot: frozenset[bytes] = frozenset()
+    on_device: frozenset[bytes] | None = None
+
+
+_NOTHING_KNOWN = _Known()
 
 
 class PrefillPolicy(Policy[PrefillReport]):
@@ -290,22 +319,23 @@ class PrefillPolicy(Policy[PrefillReport]):
 
     def __init__(self, period_s: float, **clock: Callable[[], float]) -> None:
         super().__init__(period_s, **clock)
-        self._hot: dict[str, tuple[tuple[int, int], frozenset[bytes]]] = {}  # by replica: versions, marks
+        self._known: dict[str, _Known] = {}  # by replica
         self._stored: dict[bytes, None] = {}  # oldest first
 
     def learn(self, replica: str, report: PrefillReport, sequence: int) -> None:
         """See `Policy`."""
         self.ledger.report(replica, sequence, Load(report.queued_tokens, report.requests), report)
-        versions = report.hot_version, report.begun_version
-        if self._hot.get(replica, (None,))[0] != versions:
+        versions = report.hot_version, report.begun_version, report.device_version
+        if replica not in self._known or self._known[replica].versions != versions:
             chunks = _marks(report.hot)
-            self._hot[replica] = versions, chunks | _marks(report.begun)
+            on_device = None if report.on_device is None else _marks(report.on_device)
+            self._known[replica] = _Known(versions, chunks | _marks(report.begun), on_device)
             self._remember(chunks)
 
     def keep(self, replicas: Collection[str]) -> None:
         """See `Policy`."""
         super().keep(replicas)
-        self._hot = {replica: hot for replica, hot in self._hot.items() if replica in replicas}
+        self._known = {replica: known for replica, known in self._known.items() if replica in replicas}
 
     def ask(self, method: str, arguments: Sequence[Any]) -> PrefillAsk | None:
         """See `Policy`. Of `PrefillWorker.link` and `prefetch`, whose first argument says all."""
@@ -328,10 +358,20 @@ class PrefillPolicy(Policy[PrefillReport]):
         text = len(request.token_ids) - sum(chunk.tokens for chunk in chunks)
         beginnings = _beginnings(request)
         if request.session is not None:  # most of its text and chunks need no forward where it is kept, patched or not
-            kept = Chunk(session_mark(request.tenant, request.session.id), text, 0)
+            kept = Chunk(self._session_mark(request.tenant, request.session), text, 0)
             chunks = (*(chunk._replace(patched=True) for chunk in chunks), kept)
             return PrefillAsk(0, chunks, beginnings=tuple(one._replace(text=0) for one in beginnings))
         return PrefillAsk(text, chunks, beginnings=beginnings)
+
+    def _session_mark(self, tenant: str, session: SessionRef) -> bytes:
+        """Mark of a session, or, while nobody serves it, of the one that it begins as a fork of.
+
+        What a fork shares stays while sessions of one worker share it (see `SessionStore`).
+        """
+        own = session_mark(tenant, session.id)
+        if own in self._stored or session.parent is None or session.clean:
+            return own
+        return session_mark(tenant, session.parent)
 
     def score(self, ask: PrefillAsk, replicas: Collection[str]) -> list[Ranked]:
         """See `Policy`."""
@@ -375,13 +415,15 @@ class PrefillPolicy(Policy[PrefillReport]):
         measured = report or next(self.ledger.all_fresh(), None)
         cost = measured.forward_cost if measured else USUAL
         load = self.ledger.load(replica, drained_per_s=1 / cost.added_seconds(1))
+        known = self._known[replica] if report else _NOTHING_KNOWN
         return PrefillView(
             queued_tokens=cost.queued_tokens(load.sequences, load.work),
-            hot=self._hot[replica][1] if report else (),
+            hot=known.hot,
             expected=self.ledger.expected(replica),
             forward_cost=cost,
             bytes_per_second=(measured and measured.bytes_per_second) or _BYTES_PER_SECOND,
             bytes_per_token=measured.bytes_per_token if measured else 0,
+            on_device=known.on_device,
         )
 
     def _remember(self, marks: Collection[bytes]) -> None:

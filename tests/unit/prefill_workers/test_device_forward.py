@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
+from kvstore.operator.apply import relocate
 from kvstore.operator.device_kernel import Placement
+from kvstore.operator.layout import Layout
+from kvstore.operator.rotary import RotaryScheme
 from prefill_workers.engine import worker_extension
 from prefill_workers.engine.batch import assemble
 from prefill_workers.engine.copy_stream import PinnedRing
@@ -300,6 +303,28 @@ def test_layers_that_come_in_are_written_as_the_forward_reaches_them(
         extension.forward_runs(batch, [0], [Source(), Source()], 1.0)  # type: ignore[list-item]
     assert writer.written == [(0, 2), (1, 0), (2, 2)]
     assert (device.pageable, device.waits) == (0, 0)
+
+
+def test_blocks_are_copied_and_turned_on_the_device_alone(
+    device: CountingDevice, extension: WorkerExtension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout.gqa(LAYERS, 1, HIDDEN // 2, RotaryScheme.from_base(HIDDEN // 2))
+    extension._layer_layout = layout.of_one_layer
+    kv, empty = torch.randn(LAYERS, 20, HIDDEN), torch.empty
+
+    def on_device(*shape: Any, **options: Any) -> Tensor:
+        made = empty(*shape, **options)
+        return device.add(made) if len(shape) == 3 else made
+
+    with device:
+        extension.write_kv(kv, torch.arange(32, 52))
+        monkeypatch.setattr(torch, "empty", on_device)
+        extension.copy_kv([2, 3], [1, 0], 20, 7)
+    monkeypatch.undo()
+    assert (device.pageable, device.waits) == (0, 0)
+    caches = torch.stack([layer.kv_cache for layer in extension.model_runner.model.layers])
+    found = torch.cat([caches[:, 1], caches[:, 0, :4]], dim=1)
+    assert torch.allclose(found, relocate(kv, 7, layout), atol=1e-6)
 
 
 def test_what_was_written_is_read_through_page_locked_memory(

@@ -39,6 +39,8 @@ class Replica:
             "hot_version": 1,
             "begun": b"",
             "begun_version": 0,
+            "on_device": None,
+            "device_version": 0,
             "sequence": 1,
         }
 

@@ -201,6 +201,36 @@ def test_a_session_stays_where_it_is_kept():
     assert {one.held for one in policy.score(policy.ask(*turn("p", tenant="other")), "ab")} == {100}
 
 
+def test_a_fork_begins_where_its_parent_is_kept_and_stays_there():
+    def turn(session: SessionRef) -> tuple[str, tuple[Any, ...]]:
+        method, (request, *rest) = link("p", tokens=100, text=300)
+        return method, (replace(request, tenant="acme", session=session), *rest)
+
+    policy, _ = prefill()
+    for replica, marks in (("a", mark_of("p")), ("b", mark_of("p") + session_mark("acme", "parent"))):
+        policy.reported(replica, prefill_report(sequence=0) | {"hot": marks, "hot_version": 9})
+    fork, clean = SessionRef("fork", parent="parent"), SessionRef("fork", parent="parent", clean=True)
+    assert best(policy, turn(fork)) == ("b", "hot")
+    assert {one.held for one in policy.score(policy.ask(*turn(clean)), "ab")} == {100}, "it takes nothing of that KV"
+    hot = mark_of("p") + session_mark("acme", "fork")
+    policy.reported("a", prefill_report(sequence=1) | {"hot": hot, "hot_version": 10})
+    assert best(policy, turn(fork)) == ("a", "hot"), "it went on there, for its parent's worker was busy"
+
+
+def test_of_workers_with_gpus_that_is_chosen_whose_gpu_has_the_chunks():
+    policy, _ = prefill()
+    for replica, copies in (("a", b""), ("b", mark_of("p"))):
+        report = prefill_report(hot=["p", "q"], bytes_per_token=100_000, sequence=0)
+        policy.reported(replica, report | {"on_device": copies, "device_version": 1})
+    ask = policy.ask(*link("p", "q", tokens=1000))
+    costs = {one.replica: one.cost for one in policy.score(ask, "ab")}
+    assert costs["a"] - costs["b"] == pytest.approx(1000 * 100_000 / 25e9)
+    assert best(policy, link("p", "q", tokens=1000)) == ("b", "hot")
+    policy.sent("a", "one", ask)
+    costs = {one.replica: one.cost for one in policy.score(ask, "ab")}
+    assert estimate(ask, policy.view("a"), ()).brought == 0, "they will be there by then"
+
+
 def test_modes_that_reuse_nothing_go_where_the_queue_is_shortest():
     policy, _ = prefill()
     policy.reported("a", prefill_report(hot=["page"], queued=10, sequence=0))

@@ -10,6 +10,7 @@ from kvstore_support import MakeLibrary, canonical
 
 from decode_workers.admission import Admission
 from kvstore.tiers.memory import MemoryTier
+from prefill_workers.engine.device_cache import DeviceCache
 from serving.routing.policies import MARK_BYTES, DecodeReport, PrefillReport, mark_of, parsed
 from serving.routing.reports import DecodeReporter, PrefillReporter
 
@@ -36,6 +37,26 @@ def test_a_prefill_report_names_what_is_in_memory_and_is_numbered(make_library: 
     assert len(second["hot"]) == 2 * MARK_BYTES
     assert marks < {mark_of(record.content) for record in records}
     assert second["hot_version"] == third["hot_version"] != first["hot_version"]
+
+
+def test_a_prefill_report_names_what_its_gpu_has(make_library: MakeLibrary):
+    library, cache = make_library(MemoryTier()), DeviceCache[object](1 << 20)
+    records = [canonical(name) for name in "abc"]
+    for record in records:
+        library.put_canonical(record)
+
+    def on_device(chunks):
+        return cache.version, [cache.holds(kv) for kv in chunks]
+
+    reporter = PrefillReporter(loop(), library, 1024, hot_chunks=9, on_device=on_device)
+    first = reporter.stats()
+    assert first["on_device"] == b""
+    cache.put(records[1].kv, object(), 100)
+    second = reporter.stats()
+    assert second["on_device"] == mark_of(records[1].content)
+    assert second["device_version"] != first["device_version"]
+    assert cache.hits == cache.misses == 0, "a look is no use"
+    assert PrefillReporter(loop(), library, 1024, hot_chunks=9).stats()["on_device"] is None
 
 
 def test_a_prefill_report_tells_how_fast_loads_were(make_library: MakeLibrary):
