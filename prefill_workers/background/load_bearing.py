@@ -18,13 +18,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from infra.groups import within
 from kvstore.deletions import reaches
 from kvstore.library import Library
 from kvstore.records.keys import owner_of
@@ -224,7 +225,7 @@ class LoadBearingChecks:
                 rows.append(with_patch_off(plan, kv, i, canonical))
         rows += [left_out(plan, kv, i) for i in range(len(plan.chunks))]
         logits: list[Tensor] = []
-        for group in self._together(rows):
+        for group in within(len(self._scratch.blocks), rows, self._blocks):
             logits += yield from self._logits(group)
         as_it_was, *others = logits
         losses = iter([_loss(as_it_was, other) for other in others])
@@ -251,18 +252,6 @@ class LoadBearingChecks:
             self._engine.forward([(lone, runs)])
             yield
         return self._engine.read_kv(self._scratch.blocks, 0, len(lone))
-
-    def _together(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """Rows in order, in groups that fit the scratch blocks."""
-        group: list[Row] = []
-        free = len(self._scratch.blocks)
-        for row in rows:
-            if self._blocks(row) > free:
-                yield group
-                group, free = [], len(self._scratch.blocks)
-            group.append(row)
-            free -= self._blocks(row)
-        yield group
 
     def _blocks(self, row: Row) -> int:
         return -(-len(row) // self._scratch.block_size)

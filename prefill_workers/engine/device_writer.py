@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infra.groups import within
 from kvstore.operator.device_kernel import Placement, describe, place
 from kvstore.operator.directions import TokenWeights
 from kvstore.operator.layout import Layout
@@ -26,6 +27,7 @@ class DeviceWriter:
     Args:
         cache: copies of chunks and patches that stay on the device.
         launch: starts the kernel, as `device_kernel.place`.
+        at_once: bytes of KV in one launch, unless one chunk alone has more: what no copy stays of is freed behind it.
     """
 
     def __init__(
@@ -36,16 +38,19 @@ class DeviceWriter:
         ring: PinnedRing,
         cache: DeviceCache[Any],
         launch: Launch = place,
+        at_once: int = 512 << 20,
     ) -> None:
         self.ring, self.cache = ring, cache
         self._pages, self._layout, self._dtype, self._launch = pages, layout, dtype, launch
+        self._at_once = at_once
 
     def write(self, chunks: Sequence[Placement]) -> None:
-        """Relocate, patch and write chunks, all layers.
+        """Relocate, patch and write chunks, all layers: in one launch, unless they take much memory.
 
         Their KV and patches are in host memory. It waits for neither copies nor kernel.
         """
-        self._write(self._on_device(chunks), self._pages, self._layout)
+        for group in within(self._at_once, chunks, lambda chunk: chunk.kv.nbytes):
+            self._write(self._on_device(group), self._pages, self._layout)
 
     def write_layer(self, layer: int, chunks: Sequence[Placement]) -> None:
         """Write one layer of chunks: KV [1, tokens, features], patches of it alone; none is kept."""

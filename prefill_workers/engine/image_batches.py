@@ -8,21 +8,14 @@ from typing import Any
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
+from infra.groups import within
+
 Pixels = tuple[str, MultiModalKwargsItem]  # a processed image and its modality
 
 
 def handfuls(items: Sequence[Pixels], most: int) -> Iterator[list[Pixels]]:
     """Images in groups, in order, of at most `most` pixel numbers; a larger one by itself."""
-    group, size = list[Pixels](), 0
-    for item in items:
-        own = _numbers(list(item[1].get_data().values()))
-        if group and size + own > most:
-            yield group
-            group, size = [], 0
-        group.append(item)
-        size += own
-    if group:
-        yield group
+    return within(most, items, lambda item: _numbers(list(item[1].get_data().values())))
 
 
 def _numbers(data: Any) -> int:

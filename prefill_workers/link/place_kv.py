@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from infra.groups import within
 from kvstore.operator.apply import apply
 from kvstore.operator.device_kernel import Placement
 from kvstore.operator.patch import Patch
@@ -48,7 +49,7 @@ def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[
         span = engine.place(placements)
         return [] if span is None else [span]
     layout, spans = engine.layout, list[DeviceSpan]()
-    for group in _groups(chunks, _BYTES // layout.bytes_per_token(engine.dtype)):
+    for group in within(_BYTES // layout.bytes_per_token(engine.dtype), chunks, lambda chunk: len(chunk.run)):
         ends = torch.tensor([len(chunk.run) for chunk in group]).cumsum(0).tolist()
         kv = torch.empty(layout.layers, ends[-1], layout.features, dtype=engine.dtype)
         for chunk, end in zip(group, ends, strict=True):
@@ -57,15 +58,3 @@ def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[
         if (span := engine.write_kv(kv, slots)) is not None:
             spans.append(span)
     return spans
-
-
-def _groups(chunks: Sequence[PlacedChunk], tokens: int) -> Iterator[list[PlacedChunk]]:
-    """Chunks in order, in groups of up to so many tokens; a larger one is a group by itself."""
-    group: list[PlacedChunk] = []
-    for chunk in chunks:
-        if group and sum(len(one.run) for one in group) + len(chunk.run) > tokens:
-            yield group
-            group = []
-        group.append(chunk)
-    if group:
-        yield group

@@ -69,10 +69,12 @@ class Kernel:
         self.launches.append(found)
 
 
-def writer_on(device: CountingDevice, ring_bytes: int = 1 << 20) -> tuple[DeviceWriter, Kernel, DeviceCache[Any]]:
+def writer_on(
+    device: CountingDevice, ring_bytes: int = 1 << 20, **options: int
+) -> tuple[DeviceWriter, Kernel, DeviceCache[Any]]:
     kernel, cache = Kernel(device), DeviceCache[Any](1 << 20)
     ring = PinnedRing(device.stream, ring_bytes)
-    return DeviceWriter(pages(LAYOUT), LAYOUT, torch.float32, ring, cache, kernel), kernel, cache
+    return DeviceWriter(pages(LAYOUT), LAYOUT, torch.float32, ring, cache, kernel, **options), kernel, cache
 
 
 def stored(sizes: Sequence[int]) -> list[Placement]:
@@ -95,6 +97,16 @@ def test_a_link_is_one_launch_without_a_pageable_copy_or_a_wait_for_the_kernel(d
     writer.write(chunks)
     assert len(kernel.launches) == 1
     assert all(torch.equal(found, chunk.kv) for found, chunk in zip(kernel.launches[0], chunks, strict=True))
+    assert (device.pageable, device.waits) == (0, 0)
+
+
+def test_a_link_of_much_kv_is_several_launches_of_bounded_memory(device: CountingDevice) -> None:
+    writer, kernel, _ = writer_on(device, at_once=20 * LAYOUT.bytes_per_token(torch.float32))
+    chunks = stored([9, 9, 40, 3])
+    writer.write(chunks)
+    assert [len(launch) for launch in kernel.launches] == [2, 1, 1]
+    found = [kv for launch in kernel.launches for kv in launch]
+    assert all(torch.equal(kv, chunk.kv) for kv, chunk in zip(found, chunks, strict=True))
     assert (device.pageable, device.waits) == (0, 0)
 
 
