@@ -90,12 +90,27 @@ def said_by(events: list[dict[str, Any]]) -> str:
     return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
 
 
-def test_a_prefill_worker_that_ends_is_not_asked_again(couples: Service):
+def test_a_prefill_worker_that_ends_is_not_asked_again_and_its_session_goes_on(couples: Service):
+    steps = [[*user(picture(410 + n)), {"role": "assistant", "content": f"click button {n}"}] for n in range(5)]
+
+    def ask(first: int) -> dict[str, Any]:
+        messages = [message for step in steps[first : first + 3] for message in step]
+        return couples.chat([*messages, *user("What next?")], orbit={"session": {"id": "agent"}})["orbit"]
+
     couples.chat(PAGE, max_tokens=2)
+    ask(0)
+    couples.settle()
+    ask(1)
+    couples.settle()
+    (owner,) = [stats["name"] for stats in couples.everywhere("PrefillWorker", "stats") if stats["sessions"].sessions]
     names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
-    workers = [name for name in names if name.startswith("SERVE_REPLICA::") and "#PrefillWorker#" in name]
-    assert len(workers) == 2
-    ray.kill(ray.get_actor(workers[0], namespace="serve"), no_restart=False)
+    (worker,) = [name for name in names if name.startswith("SERVE_REPLICA::") and name.endswith(owner)]
+    ray.kill(ray.get_actor(worker, namespace="serve"), no_restart=False)
+    slid = ask(2)
+    *stayed, new = [chunk["operating_point"] for chunk in slid["chunks"]]
+    assert set(stayed) <= {"survived", "prefix"}, "from the disk that both share"
+    assert new == "encoded"
+    assert slid["tokens_computed"] < slid["prompt_tokens"] / 2
     for _ in range(4):  # whichever worker it came to until now
         assert couples.chat(PAGE, max_tokens=2)["choices"]
 
