@@ -3,6 +3,9 @@
 A response's `decode` stage is the hand-off, the decode engine's first step and the way of its output back. The first
 token is with the client before: what the hand-off delays is the second. Without the step, over prompts of several
 lengths, a straight line through its medians gives milliseconds per MiB and what a hand-off costs whatever its size.
+
+By that line, what an answer's KV would take on the way back from the decode engine, beside computing its tokens behind
+the prompt, which a prefill worker does in idle time.
 """
 
 from __future__ import annotations
@@ -10,18 +13,23 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import string
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import numpy as np
+import torch
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from serving.bench.harness import Arm, Benchmark, Outcome
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.loadtest.images import SHAPES, TEXT_TOKENS, Timed, around, image_url, timed_chat
-from tests.benchmarks.servers import ours
+from tests.benchmarks.servers import Server, ours
+
+_ANSWER_TOKENS = 128
 
 
 def run(quick: bool, console: Console) -> Outcome:
@@ -45,6 +53,7 @@ def run(quick: bool, console: Console) -> Outcome:
         for size in sizes:
             ask(size)
         step = _decode_step_ms(lambda tokens: ask(sizes[-1], tokens), 2 if quick else 5)
+        computing = _computing_ms(client, service, 2 if quick else 7)
         for turn in range(turns):
             for size in sizes if turn % 2 == 0 else reversed(sizes):
                 timed = ask(size)
@@ -59,13 +68,24 @@ def run(quick: bool, console: Console) -> Outcome:
     medians = [arms[0].median_ms(str(size)) for size in sizes]
     slope, intercept = statistics.linear_regression([mib[str(size)] for size in sizes], medians)
     last = str(sizes[-1])
+    pulling = intercept + slope * _ANSWER_TOKENS * per_token / 2**20
     figures = {
         "ms_per_mib": slope,
         "fixed_ms": intercept,
+        "answer_pulled_ms": pulling,
+        "answer_computed_ms": computing,
         "over_ttft": arms[0].median_ms(last) / arms[1].median_ms(last),
         "decode_step_ms": step,
     }
-    workload = {"model": CHECKPOINT, "image_tokens": sizes, "mib": mib, "turns": turns, "embedded": quick}
+    workload = {
+        "model": CHECKPOINT,
+        "dtype": measured_dtype(),
+        "image_tokens": sizes,
+        "answer_tokens": _ANSWER_TOKENS,
+        "mib": mib,
+        "turns": turns,
+        "embedded": quick,
+    }
     return Outcome(workload, arms, figures, axis="tokens of the image")
 
 
@@ -81,11 +101,26 @@ def _decode_step_ms(ask: Callable[[int], object], turns: int) -> float:
     return (statistics.median(many) - statistics.median(few)) / 32
 
 
+def _computing_ms(client: httpx.Client, service: Server, turns: int) -> float:
+    """Milliseconds that the tokens of an answer add to a forward: of prompts that are so much longer than others."""
+    letters = np.random.default_rng(0)
+    times: dict[int, list[float]] = {_ANSWER_TOKENS: [], 2 * _ANSWER_TOKENS: []}
+    for _ in range(turns):
+        for tokens, taken in times.items():
+            words = "".join(letters.choice([*string.ascii_lowercase], tokens))  # a token each, with this tokenizer
+            messages = [{"role": "user", "content": words}]
+            timed = timed_chat(client, service.url, service.model, messages, max_tokens=1, orbit={"mode": "off"})
+            taken.append(timed.orbit["stages_ms"]["forward"])
+    shorter, longer = map(statistics.median, times.values())
+    return longer - shorter
+
+
 def _kv_bytes_per_token(checkpoint: Path) -> int:
     config = json.loads((checkpoint / "config.json").read_text())
     text = config.get("text_config", config)
     head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    return 2 * 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head  # keys and values, bf16
+    size = getattr(torch, measured_dtype()).itemsize
+    return int(2 * size * text["num_hidden_layers"] * text["num_key_value_heads"] * head)  # keys and values
 
 
 BENCHMARK = Benchmark(
