@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -32,6 +31,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from decode_workers.hand_back import HandBackConnector
 from infra.kv_window import gap, window_of
 
 _windows: dict[str, int] = {}  # of requests in this engine core that have one
@@ -64,8 +64,8 @@ class EliminatingManager(FullAttentionManager):
             self._remove_blocks_in_range(request_id, *blocks)
 
 
-class EliminatingConnector(NixlConnector):
-    """Stock NIXL connector whose scheduler half notes requests' windows while they last."""
+class EliminatingConnector(HandBackConnector):
+    """NIXL connector whose scheduler half notes requests' windows while they last."""
 
     def on_new_request(self, request: Any) -> None:
         """See vLLM's connector; called before a request's first blocks are allocated."""

@@ -15,8 +15,9 @@ Two things that are harmless in an ordinary engine would be wrong here, and are 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,10 +37,13 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from decode_workers.admission import Admission
 from decode_workers.spec import DecodeSpec
 from infra.gpu import uses_gpu
+from infra.hand_back import HELD_SECONDS, is_offer
 from infra.kv_window import held_tokens, refusal, window_of
 from infra.pace import Pace
 from infra.vllm_arguments import hand_off_arguments
 from infra.vllm_env import BLOCK_SIZE
+
+logger = logging.getLogger(__name__)
 
 _PULL_SECONDS = 10.0  # for pulls to begin, and for small ones to end
 _PULLED_A_SECOND = 1000  # tokens, until a prefill worker's pace is known: of the largest models a third of a GB
@@ -70,12 +74,13 @@ def engine_arguments(spec: DecodeSpec) -> dict[str, Any]:
     """vLLM's arguments of a decode engine."""
     on_gpu = uses_gpu()
     hand_off = hand_off_arguments()
+    connector = hand_off["kv_transfer_config"]
     if not on_gpu:
-        connector = hand_off["kv_transfer_config"]
-        connector.kv_connector, connector.kv_connector_module_path = (
-            "EliminatingConnector",
-            "decode_workers.elimination",
-        )
+        connector.kv_connector = "EliminatingConnector"
+        connector.kv_connector_module_path = "decode_workers.elimination"
+    elif spec.hands_back:
+        connector.kv_connector, connector.kv_connector_module_path = "HandBackConnector", "decode_workers.hand_back"
+    connector.kv_connector_extra_config["decoder_kv_blocks_ttl"] = HELD_SECONDS
     return {
         **spec.arguments(),
         **hand_off,
@@ -102,6 +107,7 @@ class DecodeEngine:
         self.progressed = time.monotonic()  # when the engine last gave an output
         self._canaries = count()
         self._pulls = Pace(_TELLING_TOKENS)  # tokens, by prefill engine: all tokens of a model have as many bytes of KV
+        self._offers: dict[str, asyncio.Event] = {}  # of answers' KV, by vLLM's name of the request: none needs it now
 
     async def generate(
         self,
@@ -116,6 +122,9 @@ class DecodeEngine:
         Args:
             transfer: the prefill worker's `kv_transfer_params`; None computes the (text-only) prompt here.
             options: what vLLM's `generate` takes besides (priority, reasoning state, trace headers).
+
+        The last output of an answer that is to be handed back offers its KV (`kv_transfer_params`); its blocks count
+        until `end_hand_back` is called.
 
         Raises:
             NonFiniteLogits: NaN among a step's logits; that step's token is not given out.
@@ -152,6 +161,8 @@ class DecodeEngine:
                             tokens, seconds = len(token_ids) * len(pulled), time.monotonic() - began
                             self._pulls.learn(_source(transfer), tokens, seconds)
                             room.until = None
+                        if output.finished and is_offer(output.kv_transfer_params):
+                            room.until = self._offered(output)
                         if not whole:
                             yield output
                         else:
@@ -166,6 +177,31 @@ class DecodeEngine:
         finally:
             if transfer is not None and not admitted:
                 await self.abandon(transfer, params.n or 1)
+
+    def _offered(self, output: RequestOutput) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Complete the offer of an answer's KV; returns what waits until vLLM has freed it."""
+        assert output.kv_transfer_params is not None
+        output.kv_transfer_params = {**output.kv_transfer_params, BLOCK_SIZE: self.admission.block_size}
+        name = str(output.kv_transfer_params["remote_request_id"])
+        ended = self._offers[name] = asyncio.Event()
+        return partial(self._handed_back, name, ended)
+
+    async def _handed_back(self, name: str, ended: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(HELD_SECONDS + _LOOK_SECONDS):  # by then vLLM has freed it by itself
+                await ended.wait()
+        except TimeoutError:
+            logger.warning("the KV of answer %s was offered, and nobody told that it was read", name)
+        finally:
+            del self._offers[name]
+        for _ in range(2):  # vLLM's core answers between two steps, and frees in a step what it was told of before
+            with suppress(EngineDeadError):
+                await self.all_blocks_free()
+
+    def end_hand_back(self, request: str) -> None:
+        """Note that an answer's KV was read, or never will be; of another engine's answer nothing."""
+        if (ended := self._offers.get(request)) is not None:
+            ended.set()
 
     async def _pulls_ended(self, source: str, tokens: int) -> None:
         """Wait until vLLM holds no blocks for abandoned pulls of so many tokens.

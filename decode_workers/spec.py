@@ -14,7 +14,9 @@ class DecodeSpec(ModelEngineSpec):
     Attributes:
         max_num_seqs: sequences of one step at most.
         reasoning_parser: vLLM's; grammars begin behind what it takes for reasoning.
+        hands_back: whether prefill workers may read the KV of answers, see `infra.hand_back`.
     """
 
     max_num_seqs: int = 16
     reasoning_parser: str = ""
+    hands_back: bool = False

@@ -189,8 +189,14 @@ class PrefillSettings(BaseModel):
     )
     keep_answers: bool = Field(
         True,
-        description="Compute the KV of answers in idle time, behind their prompts' blocks, so that the next turn of a "
+        description="Keep the KV of answers behind their prompts' blocks, so that the next turn of a "
         "chat, which brings the answer back, computes what is new alone. Not without `prefix_cache`.",
+    )
+    pull_answers: bool = Field(
+        True,
+        description="Read an answer's KV from the decode worker that generated it, once it has ended, instead of "
+        "computing it in idle time: over NIXL, as the prompt's went there. What cannot be read is computed. Where "
+        "`keep_answers` is.",
     )
     first_token: bool = Field(
         True,
@@ -263,6 +269,11 @@ class PrefillSettings(BaseModel):
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
     )
+
+    @property
+    def pulls_answers(self) -> bool:
+        """True if workers read answers' KV from decode workers."""
+        return self.prefix_cache and self.keep_answers and self.pull_answers
 
     @property
     def free(self) -> FreeText:

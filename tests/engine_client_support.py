@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +41,7 @@ class Roles:
         self.abandoned: list[tuple[str, int]] = []
         self.renewed: list[str] = []
         self.kept_answers: list[tuple[str, list[int]]] = []
+        self.offers: list[Mapping[str, Any] | None] = []  # with them
         self.lease = LeaseState.HELD  # what a renewal answers
         self.admits_after = 2  # renewals
         self.admits: asyncio.Event | None = None  # what `generate` waits for
@@ -102,7 +103,8 @@ class Roles:
             self.admits.set()
         return self.lease
 
-    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+    async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> None:
+        self.offers.append(offer)
         self.kept_answers.append((lease, list(token_ids)))
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
@@ -112,7 +114,7 @@ class Roles:
         self._maybe_fail("health")
 
 
-def client_of(roles: Roles) -> LinkedEngineClient:
+def client_of(roles: Roles, pulls: bool = True) -> LinkedEngineClient:
     """A client without vLLM's renderer, which none of these tests reaches."""
     client = object.__new__(LinkedEngineClient)
     client._roles = roles
@@ -122,7 +124,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client.orderer = PatchAwareOrderer()
     client._first_tokens, client._vocabulary = True, 1000
     client._lease_seconds = 0.06
-    client._keeps_answers, client._telling = True, set()
+    client._keeps_answers, client._pulls_answers, client._telling = True, pulls, set()
     client.renderer = SimpleNamespace(validate_token_ids=lambda ids: None)
     client.input_processor = SimpleNamespace(
         _validate_prompt_len=lambda length, kind: None,
@@ -134,11 +136,11 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     return client
 
 
-async def ask(roles: Roles, trace: RequestTrace | None = None, **params: Any) -> list[Any]:
+async def ask(roles: Roles, trace: RequestTrace | None = None, pulls: bool = True, **params: Any) -> list[Any]:
     set_trace(trace or RequestTrace())
     prompt = {"type": "token", "prompt_token_ids": list(range(12))}
     sampling = SamplingParams(**{"output_kind": RequestOutputKind.DELTA, **params})
-    return [output async for output in client_of(roles).generate(prompt, sampling, "request")]
+    return [output async for output in client_of(roles, pulls).generate(prompt, sampling, "request")]
 
 
 def tokens_of(outputs: list[Any]) -> list[int]:

@@ -1,39 +1,40 @@
-"""Prefill of answers in idle time, for the next turns of their chats.
+"""KV of answers for the next turns of their chats: read from decode engines, or computed in idle time.
 
-A decode engine generates the answer, and its KV of it ends there. While the user reads, the worker that linked the
-prompt computes the answer's KV again, behind the prompt's blocks, where the next turn finds it like any beginning
-(`block_index`):
+A decode engine generates the answer. The worker that linked the prompt brings its KV to behind the prompt's blocks,
+where the next turn finds it like any beginning (`block_index`):
 
 | when                   | what                                                                                |
 |------------------------|-------------------------------------------------------------------------------------|
 | a link has finished    | its request is remembered under its lease; of the last links                         |
-| its answer has ended   | the ingress sends the token ids as they were generated                               |
-| the engine is idle     | a piece at a time: find what is known, compute on from there, name the blocks        |
+| its answer has ended   | the ingress sends the token ids as they were generated, and what the decode engine   |
+|                        | offers of its KV: that is read (`answer_pull`)                                       |
+| the engine is idle     | of what could not be read, a piece at a time: find what is known, compute on from    |
+|                        | there, name the blocks                                                               |
 | a client sends it back | digests match up to the first tokens that are others, such as of a reasoning left out |
 
 Nothing is held between two pieces: a link that comes meanwhile takes blocks as it likes, and what is computed by then
 serves. How the KV of the prompt was made goes with the new blocks, so that exact and approximate chains never mix.
-
-Pulling the KV back from the decode engine would spare these forwards. It would take a NIXL reader on prefill workers,
-and blocks that decode engines hold while users read; the forwards take time that is idle anyway.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from itertools import count
+from typing import Any
 
 import torch
 
 from kvstore.deletions import reaches
+from prefill_workers.background.answer import Answer
+from prefill_workers.background.answer_pull import AnswerPulls
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.sampling import are_finite
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.link.prefix_hits import PrefixHits
-from prefill_workers.prefix_digests import PrefixChain, prefix_chain
 from prefill_workers.protocol import LinkRequest
 from prefill_workers.sequence import LinkSequence, Run
 
@@ -43,49 +44,21 @@ _MOST_WAITING = 64
 
 @dataclass(frozen=True)
 class AnswerStats:
-    """Counters of answers whose KV is computed in idle time.
+    """Counters of answers whose KV is kept.
 
-    `tokens`: computed. `given_up`: answers by reason: `queue` (others came later), `evicted` (what stands before them
-    is not there any more), `blocks` (the pool has no room) or `not finite` (logits).
+    `tokens`: computed; `pulled`: tokens read from decode engines. `given_up`: answers by reason: `queue` (others came
+    later), `evicted` (what stands before them is not there any more), `blocks` (the pool has no room) or `not finite`
+    (logits).
     """
 
     waiting: int = 0
     tokens: int = 0
+    pulled: int = 0
     given_up: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """Answer behind its prompt.
-
-    `request` has the tokens of both, of which the first `prompt` are the prompt's, the first one at position `frame`.
-    """
-
-    request: LinkRequest
-    prompt: int
-    frame: int
-    block_size: int
-
-    @cached_property
-    def chain(self) -> PrefixChain:
-        """Digests of the beginnings of both."""
-        request = self.request
-        return prefix_chain(request.tenant, request.token_ids, request.chunks, self.block_size)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens up to the last place where a later prompt may go on."""
-        return self.chain.ends[-1] if self.chain.ends else 0
-
-    @cached_property
-    def known(self) -> int:
-        """Tokens up to the last such place in the prompt."""
-        behind = self.chain.index(self.prompt + 1)
-        return self.chain.ends[behind - 1] if behind else 0
-
-
 class AnswerPrefill:
-    """Queue of answers whose KV is to be computed. Belongs to the prefill loop's thread.
+    """Answers whose KV is read or computed. Belongs to the prefill loop's thread.
 
     Args:
         hits: what finds prompts' blocks.
@@ -95,16 +68,23 @@ class AnswerPrefill:
     def __init__(self, engine: PrefillEngine, pool: BlockPool, hits: PrefixHits, piece: Callable[[int], int]) -> None:
         self._engine, self._pool, self._hits, self._piece = engine, pool, hits, piece
         self._linked: OrderedDict[str, tuple[LinkRequest, int]] = OrderedDict()  # requests and frames, by lease
-        self._waiting: OrderedDict[str, _Answer] = OrderedDict()
+        self._waiting: OrderedDict[int, Answer] = OrderedDict()
+        self._numbers = count()
+        self._pulls = AnswerPulls(engine, pool, hits)
         self._tokens, self._given_up = 0, Counter[str]()
 
     def __len__(self) -> int:
-        """Answers left."""
+        """Answers left to be computed."""
         return len(self._waiting)
+
+    @property
+    def pulling(self) -> int:
+        """Answers that are being read, for `poll` to end."""
+        return len(self._pulls)
 
     def stats(self) -> AnswerStats:
         """Counters, from any thread."""
-        return AnswerStats(len(self._waiting), self._tokens, dict(self._given_up))
+        return AnswerStats(len(self._waiting), self._tokens, self._pulls.tokens, dict(self._given_up))
 
     def remember(self, plan: LinkPlan, lease: str) -> None:
         """Remember a finished link until its answer comes, if the whole prompt is kept."""
@@ -115,14 +95,37 @@ class AnswerPrefill:
         if len(self._linked) > _MOST_LINKS:
             self._linked.popitem(last=False)
 
-    def add(self, lease: str, token_ids: Sequence[int]) -> None:
-        """Queue the answer behind a link; not behind another worker's, nor one of long ago."""
-        linked = self._linked.pop(lease, None)
+    def add(
+        self,
+        lease: str,
+        token_ids: Sequence[int],
+        offer: Mapping[str, Any] | None = None,
+        ended: Future[None] | None = None,
+    ) -> None:
+        """Take up the answer behind a link; not behind another worker's, nor one of long ago.
+
+        Args:
+            offer: by which its KV can be read from a decode engine (`kv_transfer_params`).
+            ended: set once that needs to be held no more; not by another worker than the link's.
+        """
+        ended, linked = ended or Future(), self._linked.pop(lease, None)
         if linked is None:
+            ended.set_result(None)
             return
         request, frame = linked
         both = replace(request, token_ids=[*request.token_ids, *token_ids])
-        self._waiting[lease] = _Answer(both, len(request.token_ids), frame, self._pool.block_size)
+        answer = Answer(both, len(request.token_ids), frame, self._pool.block_size)
+        if offer is None or not self._pulls.begin(answer, offer, ended):
+            self._queue(answer)
+            ended.set_result(None)
+
+    def poll(self) -> None:
+        """End pulls whose KV has come; what failed is computed."""
+        for answer in self._pulls.poll():
+            self._queue(answer)
+
+    def _queue(self, answer: Answer) -> None:
+        self._waiting[next(self._numbers)] = answer
         if len(self._waiting) > _MOST_WAITING:
             self._waiting.popitem(last=False)
             self._given_up["queue"] += 1
@@ -135,25 +138,25 @@ class AnswerPrefill:
 
         for lease in [lease for lease, (request, _) in self._linked.items() if brought(request)]:
             del self._linked[lease]
-        for lease in [lease for lease, answer in self._waiting.items() if brought(answer.request)]:
-            del self._waiting[lease]
+        for number in [number for number, answer in self._waiting.items() if brought(answer.request)]:
+            del self._waiting[number]
 
     def step(self) -> None:
         """Do the next piece: at most one forward.
 
         Answers take turns; one whose piece fails is dropped.
         """
-        lease, answer = next(iter(self._waiting.items()))
+        number, answer = next(iter(self._waiting.items()))
         over = True
         try:
             over = self._compute(answer)
         finally:  # only now: until then it counts as work to be done
             if over:
-                del self._waiting[lease]
+                del self._waiting[number]
             else:
-                self._waiting.move_to_end(lease)
+                self._waiting.move_to_end(number)
 
-    def _compute(self, answer: _Answer) -> bool:
+    def _compute(self, answer: Answer) -> bool:
         """Compute the next piece of an answer. True if nothing is left, or it is given up."""
         epoch, whole = self._hits.epoch, answer.tokens
         match = self._hits.match(answer.request, answer.chain, answer.frame, whole)

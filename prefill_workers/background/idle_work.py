@@ -107,7 +107,8 @@ class IdleWork:
         """Pieces of work that are left; what waits for its compute budget is not among them."""
         harvests = (self._harvest is not None) + len(self._harvests)
         others = len(self._rechecks) + len(self._refresh) + len(self._measured) + len(self._ahead)
-        return harvests + others + len(self._answers or ())
+        answers = 0 if self._answers is None else len(self._answers) + self._answers.pulling
+        return harvests + others + answers
 
     @property
     def is_ready(self) -> bool:

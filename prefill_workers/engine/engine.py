@@ -40,7 +40,7 @@ from prefill_workers.engine.image_batches import Pixels, handfuls
 from prefill_workers.engine.lazy_attention import leaders_of
 from prefill_workers.engine.rank_calls import RankCalls
 from prefill_workers.engine.spec import EngineSpec
-from prefill_workers.engine.transfer_notes import ReadNotes
+from prefill_workers.engine.transfer_notes import EndedPulls, ReadNotes
 from prefill_workers.engine.worker_extension import LayerSource
 from prefill_workers.model_card import measured
 from prefill_workers.sequence import LinkSequence, Run
@@ -138,6 +138,7 @@ class PrefillEngine:
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
         self._notes = ReadNotes(spec.tensor_parallel_size)
+        self._pulls = EndedPulls(spec.tensor_parallel_size)
         self.places_on_device: bool = all(
             self._call_all("learn_pages", self.layout, self.num_blocks - 1, spec.device_bytes)
         )
@@ -377,6 +378,20 @@ class PrefillEngine:
         And ids of leases that they wait for.
         """
         return self._notes.take(self._call_all("poll_handoffs"), held)
+
+    def pull_kv(self, name: str, blocks: Sequence[int], offer: Mapping[str, Any]) -> None:
+        """Begin to read KV that a decode engine offers into blocks; without any, tell it that nobody will.
+
+        `poll_pulls` says under this name that it has ended.
+
+        Args:
+            offer: the decode engine's `kv_transfer_params`, with as many blocks.
+        """
+        self._call_all("pull_kv", name, list(blocks), dict(offer))
+
+    def poll_pulls(self) -> tuple[list[str], list[str]]:
+        """Names of pulls that have ended on all ranks since the last call: well, and not."""
+        return self._pulls.take(self._call_all("poll_pulls"))
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[tuple[str, MultiModalKwargsItem, int, int]] = ()

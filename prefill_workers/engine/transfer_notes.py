@@ -1,4 +1,4 @@
-"""NIXL read notifications of hand-off leases."""
+"""Ranks' notes of NIXL transfers: hand-off leases that were read, and pulls that have ended."""
 
 from __future__ import annotations
 
@@ -60,3 +60,23 @@ class ReadNotes:
                     del heard[lease]
             done += [lease] * complete
         return done, [lease for _, wanted in told for lease in wanted]
+
+
+class EndedPulls:
+    """Joins the ranks' notes: a pull has ended when it has on every rank, well if it has so on all."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ended, self._failed = Counter[str](), set[str]()
+
+    def take(self, told: Sequence[tuple[list[str], list[str]]]) -> tuple[list[str], list[str]]:
+        """Pulls that have ended, well and not, from all ranks' polls."""
+        for well, badly in told:
+            self._ended.update((*well, *badly))
+            self._failed.update(badly)
+        ended = [name for name, ranks in self._ended.items() if ranks == self._ranks]
+        for name in ended:
+            del self._ended[name]
+        failed = [name for name in ended if name in self._failed]
+        self._failed.difference_update(failed)
+        return [name for name in ended if name not in failed], failed

@@ -23,6 +23,8 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `compact`          | a sequence's KV into other blocks, in fewer entries                  |
 | `encode`           | pixels to embeddings                                                 |
 | `poll_handoffs`    | leases that decode engines have read, or still wait for              |
+| `pull_kv`          | a decode engine's KV into blocks, by vLLM's own NIXL connector       |
+| `poll_pulls`       | such pulls that have ended                                           |
 
 Checked on vLLM 0.32.0. With `attention_layers.py` and `engine.py` this is all that knows vLLM's internals.
 """
@@ -40,6 +42,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.forward_context import set_forward_context
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
@@ -594,6 +597,27 @@ class WorkerExtension:
             return [], []
         notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
         return parsed(note for arrived in notes.values() for note in arrived)
+
+    def pull_kv(self, name: str, blocks: Sequence[int], offer: dict[str, Any]) -> None:
+        """Begin to read KV that a decode engine offers; without blocks, have it free that."""
+        asked = NixlConnectorMetadata()
+        asked.add_new_req_to_recv(name, (list(blocks),) if blocks else (), offer, awaiting_kvs=bool(blocks))
+        self._puller.start_load_kv(asked)
+
+    def poll_pulls(self) -> tuple[list[str], list[str]]:
+        """Names of pulls that have ended here since the last call: well, and not."""
+        self._puller.start_load_kv(NixlConnectorMetadata())  # those whose handshake has ended meanwhile
+        results = self._puller.get_transfer_results()
+        if results.failed_recving:
+            self._puller.get_block_ids_with_load_errors()
+        return sorted(results.finished_recving - results.failed_recving), sorted(results.failed_recving)
+
+    @cached_property
+    def _puller(self) -> Any:
+        """Worker half of vLLM's connector, to read with; what decode engines notify is `poll_handoffs`' alone."""
+        worker = get_kv_transfer_group().connector_worker
+        worker._get_new_notifs = set
+        return worker
 
     @cached_property
     def _timer(self) -> DeviceTimer:

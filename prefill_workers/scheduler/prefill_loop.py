@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class PrefillLoop:
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
         cost_model: what forwards take; None: it is learnt from them.
         host_bytes: host memory for blocks that prompts may begin with, behind the pool.
-        keeps_answers: whether the KV of answers is computed in idle time, where prompts' blocks are kept.
+        keeps_answers: whether the KV of answers is kept, where prompts' blocks are.
         loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
         crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
     """
@@ -292,14 +293,23 @@ class PrefillLoop:
         chain = prefix_chain(request.tenant, request.token_ids, request.chunks, self._pool.block_size)
         return self.call(partial(self._host.restore, request, chain)) if self._host.holds(chain) else None
 
-    def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
-        """Compute an answer's KV in idle time, if this loop has linked its prompt lately.
+    def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> Future[None]:
+        """Read an answer's KV, or compute it in idle time, if this loop has linked its prompt lately.
+
+        Args:
+            offer: of a decode engine, by which it can be read.
+
+        Returns: ends once the decode engine need not hold it any more.
 
         Raises:
             RuntimeError: the loop ends, or has ended.
         """
-        if self._answers is not None:
-            self.call(partial(self._answers.add, lease, token_ids))
+        ended: Future[None] = Future()
+        if self._answers is None:
+            ended.set_result(None)
+        else:
+            self.call(partial(self._answers.add, lease, token_ids, offer, ended))
+        return ended
 
     def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
         """Load-bearing chunks of a request that asked for them lately."""
@@ -405,13 +415,15 @@ class PrefillLoop:
             with self._wake:
                 if not (self._has_work() or self._calls or self._abandoned or self._stopping):
                     # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
-                    self._wake.wait(_POLL_SECONDS if self._pool.has_unread else 0.5)
+                    self._wake.wait(_POLL_SECONDS if self._pool.has_unread or self._is_pulling else 0.5)
                 if self._stopping and not self._scheduler.running:
                     self._scheduler.refuse_waiting(Overloaded("the prefill worker is shutting down"))
                     self._images.refuse(Overloaded("the prefill worker is shutting down"))
                     self._refuse_calls()
                     return
             self._heed()
+            if self._answers is not None and self._is_pulling:
+                self._answers.poll()
             self._free_blocks()
             self._admit()
             if self._images and self._images.turn():
@@ -456,6 +468,10 @@ class PrefillLoop:
         finally:
             self._pool.abandon(lease.id)
         self._note_progress()
+
+    @property
+    def _is_pulling(self) -> bool:
+        return self._answers is not None and self._answers.pulling > 0
 
     def _has_work(self) -> bool:
         return self._scheduler.has_links or bool(self._images or self._background.is_ready)

@@ -48,9 +48,15 @@ def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
         "Of these, tokens of answers, which the next turns of their chats bring back.",
         labels=["replica"],
     )
+    pulled = CounterMetricFamily(
+        "orbitserve_answer_tokens_pulled",
+        "Tokens of answers whose KV was read from decode workers instead.",
+        labels=["replica"],
+    )
     unkept = CounterMetricFamily(
         "orbitserve_answers_given_up",
-        "Answers whose KV is not computed: others came later, or nothing is left of the prompt or of free blocks.",
+        "Answers whose KV is neither read nor computed: others came later, or nothing is left of the prompt or of free "
+        "blocks.",
         labels=["replica", "reason"],
     )
     host = GaugeMetricFamily(
@@ -64,6 +70,7 @@ def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
         restored.add_metric([replica], stats.host.restored)
         idle.add_metric([replica], stats.idle_tokens)
         answers.add_metric([replica], stats.answers.tokens)
+        pulled.add_metric([replica], stats.answers.pulled)
         for reason, count in stats.answers.given_up.items():
             unkept.add_metric([replica, reason], count)
         waiting.add_metric([replica], stats.waiting)
@@ -73,4 +80,4 @@ def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
             forwards.add_metric([replica, job], count)
         for reason, count in stats.given_up.items():
             given_up.add_metric([replica, reason], count)
-    yield from (waiting, forwards, seconds, given_up, dropped, idle, answers, unkept, host, restored)
+    yield from (waiting, forwards, seconds, given_up, dropped, idle, answers, pulled, unkept, host, restored)

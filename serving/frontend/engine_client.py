@@ -35,7 +35,8 @@ from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from infra.kv_window import refusal
+from infra.hand_back import asking
+from infra.kv_window import refusal, window_of
 from kvstore.forget import ForgetRegistry
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import (
@@ -131,6 +132,7 @@ class LinkedEngineClient(EngineOverRoles):
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
         self._keeps_answers = prefill.prefix_cache and prefill.keep_answers
+        self._pulls_answers = prefill.pulls_answers
         self._telling: set[asyncio.Task[None]] = set()
 
     # -- generate -----------------------------------------------------------------------------------------------------
@@ -301,12 +303,13 @@ class LinkedEngineClient(EngineOverRoles):
                 outputs = self._outputs(answer, linked, request, f"{request_id}-{attempt}", trace, options)
                 async with aclosing(outputs):
                     async for output in outputs:
+                        offer, output.kv_transfer_params = output.kv_transfer_params, None  # which is no client's
                         output.request_id = request_id
                         output.prompt_token_ids = segments.token_ids
                         output.num_cached_tokens = linked.tokens_reused
                         told, ended = True, output.finished
                         if ended:
-                            self._keep_answer(answer, linked, request)
+                            self._keep_answer(answer, linked, request, offer)
                         yield output
                 return
             except RoleUnavailable as error:
@@ -382,7 +385,8 @@ class LinkedEngineClient(EngineOverRoles):
             if params.max_tokens is None and len(given) < len(answer.prompt):  # its positions go on as if all were kept
                 params = params.clone()
                 params.max_tokens = self.model_config.max_model_len - len(answer.prompt)
-            outputs = self._roles.generate(given, linked.transfer, params, decode_id, **options)
+            transfer = asking(linked.transfer) if self._is_wanted_back(linked, request) else linked.transfer
+            outputs = self._roles.generate(given, transfer, params, decode_id, **options)
             pulled, generated = set[int](), Counter[int]()
             async with aclosing(outputs):
                 async for output in outputs:
@@ -409,11 +413,22 @@ class LinkedEngineClient(EngineOverRoles):
             if not taken:  # perhaps no decode engine ever heard of the lease
                 await self._roles.abandon(linked.transfer, request.readers)
 
-    def _keep_answer(self, answer: AnswerStream, linked: LinkResult, request: LinkRequest) -> None:
-        """Tell the worker that linked a prompt the answer that its chat will bring back; of several, none."""
-        if not self._keeps_answers or request.readers > 1 or request.mode == Mode.OFF:
+    def _is_kept(self, request: LinkRequest) -> bool:
+        """True if the worker that links a prompt keeps its answer's KV; of several answers, none's."""
+        return self._keeps_answers and request.readers == 1 and request.mode != Mode.OFF
+
+    def _is_wanted_back(self, linked: LinkResult, request: LinkRequest) -> bool:
+        """True if the worker that linked a prompt reads the answer's KV: if the decode engine has all of both."""
+        is_whole = linked.kv is None or linked.kv.kept == linked.kv.tokens
+        return self._pulls_answers and self._is_kept(request) and is_whole and window_of(linked.transfer) is None
+
+    def _keep_answer(
+        self, answer: AnswerStream, linked: LinkResult, request: LinkRequest, offer: Mapping[str, Any] | None
+    ) -> None:
+        """Tell the worker that linked a prompt the answer that its chat will bring back."""
+        if not self._is_kept(request):
             return
-        told = self._roles.keep_answer(linked.lease, answer.token_ids[len(request.token_ids) :])
+        told = self._roles.keep_answer(linked.lease, answer.token_ids[len(request.token_ids) :], offer)
         task = asyncio.create_task(told, context=Context())  # or Serve would cancel it with the request
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)

@@ -16,6 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from autoscale.planner import NAMESPACE, actor_name
+from infra.hand_back import HELD_SECONDS
 from prefill_workers.protocol import TINY_PROMPT, Refusal, replica_of
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
@@ -145,12 +146,20 @@ class RayRoles:
             self._pulling[lease]()
         return told[0] if told else LeaseState.UNKNOWN
 
-    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
-        """Best effort. All replicas are told, since none else knows whose lease it is."""
+    async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> None:
+        """Best effort. All replicas are told, since none else knows whose lease it is, nor whose `offer`."""
+        seconds = _RENEWAL_SECONDS if offer is None else HELD_SECONDS  # to read it, between two forwards
         try:
-            await answers_in_time(self.prefill, _RENEWAL_SECONDS, "keep_answer", lease, tuple(token_ids))
+            await answers_in_time(self.prefill, seconds, "keep_answer", lease, tuple(token_ids), offer)
         except Exception as error:
             logger.debug("the answer behind lease %s is not kept: %s", lease, error)
+        if offer is None:
+            return
+        try:
+            name = offer["remote_request_id"]
+            await answers_in_time(self._decode_once, _RENEWAL_SECONDS, "end_hand_back", name)
+        except Exception as error:
+            logger.debug("the decode worker holds the answer behind lease %s for longer: %s", lease, error)
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Best effort; leases end by time-out.

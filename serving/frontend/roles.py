@@ -111,8 +111,8 @@ class Roles(FidelityRoles, CompilingRoles, SessionRoles, LoadBearingRoles, Proto
     async def renew(self, lease: str) -> LeaseState:
         """Renew the lease on linked KV. Returns what the worker knows of it."""
 
-    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
-        """Let the worker that linked a prompt compute its answer's KV in idle time."""
+    async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> None:
+        """Let the worker that linked a prompt keep its answer's KV, which a decode worker may offer."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Let the prefill worker free the linked KV's blocks, which will not be read."""

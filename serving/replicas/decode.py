@@ -16,7 +16,7 @@ from serving.config import OrbitServeConfig
 from serving.engine_spec import decode_spec
 from serving.replicas.canary import Canary
 from serving.replicas.first_transfer import pull_from_prefill
-from serving.replicas.process import enter_vllm, replica_name
+from serving.replicas.process import address_for_peers, enter_vllm, replica_name
 from serving.routing.reports import DecodeReporter
 from serving.scaling.meters import DecodeMeter
 from serving.scaling.roles import scales
@@ -35,8 +35,8 @@ class DecodeWorker:
     async def __init__(self, config: OrbitServeConfig) -> None:  # type: ignore[misc]
         settings = config.decode
         self._meter = DecodeMeter()
-        # Nobody asks for its handshake: it pulls.
-        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=LOOPBACK, own_runner=False)
+        reachable = address_for_peers() if config.prefill.pulls_answers else LOOPBACK  # else nobody asks: it pulls
+        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=reachable, own_runner=False)
         from decode_workers.engine import DecodeEngine
 
         self._engine = DecodeEngine(decode_spec(config))
@@ -93,6 +93,10 @@ class DecodeWorker:
         except EngineDeadError:
             logger.exception("the decode engine died, and this worker ends")
             os._exit(1)
+
+    async def end_hand_back(self, request: str) -> None:
+        """Note that the KV of an answer was read, or never will be, if this replica offered it."""
+        self._engine.end_hand_back(request)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, every `routing.report_period_s`."""

@@ -253,9 +253,12 @@ class PrefillWorker:
         """Keep a link's KV for longer: it is still wanted. Returns what this replica knows of it."""
         return self._loop.renew(lease)
 
-    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
-        """Compute an answer's KV in idle time, if the link was made here."""
-        self._loop.keep_answer(lease, token_ids)
+    async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> None:
+        """Read an answer's KV, or compute it in idle time, if the link was made here.
+
+        Returns once the decode worker that offers it need not hold it any more.
+        """
+        await asyncio.wrap_future(self._loop.keep_answer(lease, token_ids, offer))
 
     async def fidelity(self) -> tuple[str, list[PointStatus]]:
         """This replica's name, and its measurements of every approximate operating point."""

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -247,9 +247,11 @@ class EmbeddedRoles:
         """See `prefill_workers.scheduler.prefill_loop`."""
         return self._loop.renew(lease)
 
-    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+    async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> None:
         """See `prefill_workers.scheduler.prefill_loop`."""
-        self._loop.keep_answer(lease, token_ids)
+        await asyncio.wrap_future(self._loop.keep_answer(lease, token_ids, offer))
+        if offer is not None:
+            self._decode.end_hand_back(offer["remote_request_id"])
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """See `decode_workers.engine`."""

@@ -199,7 +199,7 @@ class RigRoles:
     async def renew(self, lease: str) -> Any:
         return self._rig.loop.renew(lease)
 
-    async def keep_answer(self, lease: str, token_ids: Sequence[int]) -> None:
+    async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Any = None) -> None:
         self._rig.loop.keep_answer(lease, token_ids)
 
     async def abandon(self, *_: Any) -> None:

@@ -20,6 +20,7 @@ from decode_workers.admission import Admission
 from decode_workers.engine import DecodeEngine, NonFiniteLogits, fail_on_nan
 from decode_workers.spec import DecodeSpec
 from infra import kv_window, vllm_arguments
+from infra.hand_back import asking
 from infra.kv_window import window_parameter
 from infra.pace import Pace
 from infra.reference import DEFAULT_MODEL, weights
@@ -39,6 +40,7 @@ class Vllm:
         self.pulled, self.ended = asyncio.Event(), asyncio.Event()
         self.ended.set()
         self.free, self.looked = False, 0
+        self.offer: dict[str, Any] | None = None  # that an answer ends with
 
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncGenerator[Any, None]:
         self.asked.append(params)
@@ -53,7 +55,9 @@ class Vllm:
                 index, f"{token}", [token], None, None, finish_reason="stop" if token == 2 else None
             )
             if last or not whole:
-                yield RequestOutput(request_id, None, None, None, [output], last)
+                yield RequestOutput(
+                    request_id, None, None, None, [output], last, kv_transfer_params=self.offer if last else None
+                )
 
     async def notify_kv_transfer_request_rejected(self, name: str, transfer: Any) -> None:
         self.rejected.append((name, transfer["remote_request_id"]))
@@ -66,7 +70,7 @@ class Vllm:
 def decode(vllm: Vllm) -> DecodeEngine:
     made = object.__new__(DecodeEngine)
     made._engine, made.admission, made.max_model_len = vllm, Admission(10, 16), 160
-    made.progressed, made._canaries, made._pulls = 0.0, count(), Pace(1)
+    made.progressed, made._canaries, made._pulls, made._offers = 0.0, count(), Pace(1), {}
     return made
 
 
@@ -131,6 +135,43 @@ async def test_room_is_held_while_what_nobody_waits_for_may_be_pulled(monkeypatc
         vllm.pulled.set()
         assert await reading == 3
     assert worker.stats() == engine.DecodeStats(0, 0, 0, 0, 10)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+async def test_room_is_held_until_an_answer_is_handed_back(
+    monkeypatch: pytest.MonkeyPatch, told: bool, kind: RequestOutputKind
+):
+    monkeypatch.setattr(engine, "HELD_SECONDS", 0.1)
+    monkeypatch.setattr(engine, "_LOOK_SECONDS", 0.0)
+    vllm = Vllm()
+    vllm.pulled.set()
+    vllm.offer = {"remote_request_id": "vllm's name", "remote_block_ids": [[4, 5]]}
+    worker = decode(vllm)
+    params = SamplingParams(max_tokens=4, output_kind=kind)
+    outputs = [output async for output in worker.generate(list(range(20)), asking(TRANSFER), params, "request")]
+    assert outputs[-1].kv_transfer_params == {**vllm.offer, BLOCK_SIZE: 16}
+    assert worker.stats() == engine.DecodeStats(0, 0, 3, 0, 10)
+    worker.end_hand_back("another engine's")
+    await asyncio.sleep(0.02)
+    assert worker.stats().blocks_reserved == 3
+    if told:
+        worker.end_hand_back("vllm's name")
+        await asyncio.sleep(0.02)
+    else:
+        await asyncio.sleep(0.15)  # nobody ever tells
+    assert worker.stats().blocks_reserved == 0
+    assert vllm.looked == 2, "vLLM has had a step to free them in"
+    assert worker._offers == {}
+
+
+async def test_without_an_offer_room_ends_with_the_answer():
+    vllm = Vllm()
+    vllm.pulled.set()
+    vllm.offer = {"remote_request_id": "vllm's name", "remote_block_ids": [[]]}
+    worker = decode(vllm)
+    await read(worker, asking(TRANSFER))
+    assert worker.stats().blocks_reserved == 0
 
 
 async def test_room_is_held_for_as_long_as_large_pulls_may_take(monkeypatch: pytest.MonkeyPatch):

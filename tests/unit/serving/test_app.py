@@ -413,11 +413,32 @@ async def test_all_prefill_workers_are_told_an_answer_and_what_fails_costs_nothi
     workers = Workers([None, RayActorError(), HANGS])
     roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
     await roles.keep_answer("lease-1", [7, 8])
-    assert workers.called == [("keep_answer", "lease-1", (7, 8))]
-    worker, told = prefill_worker(), list[Any]()
-    worker._loop.keep_answer = lambda *answer: told.append(answer)
-    await worker.keep_answer("lease-1", (7, 8))
-    assert told == [("lease-1", (7, 8))]
+    assert workers.called == [("keep_answer", "lease-1", (7, 8), None)]
+    worker, told, read = prefill_worker(), list[Any](), Future[None]()
+
+    def keep_answer(*answer: Any) -> Future[None]:
+        told.append(answer)
+        return read
+
+    worker._loop.keep_answer = keep_answer
+    keeping = asyncio.create_task(worker.keep_answer("lease-1", (7, 8), {"remote_request_id": "answer"}))
+    await asyncio.sleep(0.02)
+    assert told == [("lease-1", (7, 8), {"remote_request_id": "answer"})]
+    assert not keeping.done(), "the decode worker must hold it"
+    read.set_result(None)
+    await keeping
+
+
+@pytest.mark.parametrize("prefill", [[None, None], [RayActorError()]], ids=["read", "the worker is gone"])
+async def test_all_decode_workers_are_told_that_an_answer_was_handed_back(
+    monkeypatch: pytest.MonkeyPatch, prefill: list[Any]
+):
+    monkeypatch.setattr(ray_roles, "_RENEWAL_SECONDS", 0.05)
+    decode = Workers([None, RayActorError()])
+    decode.options = lambda **_: None  # type: ignore[attr-defined]
+    roles = RayRoles({"prefill": Workers(prefill), "decode": decode, "library": None}, NOBODY)
+    await roles.keep_answer("lease-1", [7, 8], {"remote_request_id": "answer"})
+    assert decode.called == [("end_hand_back", "answer")]
 
 
 async def test_a_prompt_is_planned_once_host_memory_has_given_back_what_it_begins_with():

@@ -17,6 +17,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from infra import kv_window
+from infra.hand_back import is_asked
 from infra.kv_window import dropped, window_parameter
 from infra.vllm_env import BLOCK_SIZE
 from kvstore.catalog.index import Entry, scopes_of
@@ -303,6 +304,41 @@ async def test_the_worker_that_linked_a_prompt_is_told_its_answer(first_tokens: 
     outputs = await ask(roles, temperature=0)
     await asyncio.sleep(0)
     assert roles.kept_answers == [("lease-1", tokens_of(outputs))]
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+async def test_the_kv_of_an_answer_is_wanted_back_and_the_offer_goes_to_the_worker_alone(pulls: bool):
+    offer = {"remote_request_id": "vllm's", "remote_block_ids": [[3]]}
+
+    class Offering(Roles):
+        async def generate(self, token_ids: Any, transfer: Any, *arguments: Any, **options: Any) -> Any:
+            asked.append(is_asked(transfer))
+            async for output in super().generate(token_ids, transfer, *arguments, **options):
+                output.kv_transfer_params = offer if output.finished else None
+                yield output
+
+    asked: list[bool] = []
+    roles = Offering()
+    outputs = await ask(roles, pulls=pulls)
+    await asyncio.sleep(0)
+    assert asked == [pulls]
+    assert roles.offers == [offer]
+    assert {output.kv_transfer_params for output in outputs} == {None}
+
+
+@pytest.mark.parametrize("kept", [12, 5])
+async def test_a_reduced_prompts_answer_is_not_wanted_back(kept: int):
+    """Its KV knows the entries that are left."""
+
+    class Asked(Roles):
+        async def generate(self, token_ids: Any, transfer: Any, *arguments: Any, **options: Any) -> Any:
+            asked.append(is_asked(transfer))
+            async for output in super().generate(token_ids, transfer, *arguments, **options):
+                yield output
+
+    asked: list[bool] = []
+    await ask(Asked(kept=kept))
+    assert asked == [kept == 12]
 
 
 async def test_of_an_answer_that_moved_the_second_worker_is_told_what_is_behind_its_link():

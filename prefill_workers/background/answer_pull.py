@@ -1,0 +1,116 @@
+"""Pulls of answers' KV, from the decode engines that generated them.
+
+    decode engine:   | prompt ........ | ... answer ...... |
+                                       └── NIXL ───────────┐
+    prefill worker:  | prompt, shared  | blocks of its own |
+
+The blocks of a prompt that are full are there; what stands behind them, the rest of the prompt and the answer, is read
+into new blocks, which are named once it is there. Nothing is computed, so that this waits for no idle time. It is the
+KV that the next token was drawn from at each step: computed a token at a time, as vLLM's own prefix cache has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infra.vllm_env import BLOCK_SIZE
+from prefill_workers.background.answer import Answer
+from prefill_workers.block_index import PrefixMatch
+from prefill_workers.block_pool import BlockPool, Lease, PoolExhausted
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.link.prefix_hits import PrefixHits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """An answer of which the tokens up to `stop` are read; `match`: what was known of it at `epoch`."""
+
+    answer: Answer
+    match: PrefixMatch
+    lease: Lease
+    stop: int
+    epoch: int
+    ended: Future[None]
+
+
+class AnswerPulls:
+    """Pulls under way. Belongs to the prefill loop's thread.
+
+    Args:
+        hits: what finds prompts' blocks, and names the answers'.
+
+    Attributes:
+        tokens: read so far.
+    """
+
+    def __init__(self, engine: PrefillEngine, pool: BlockPool, hits: PrefixHits) -> None:
+        self._engine, self._pool, self._hits = engine, pool, hits
+        self._under_way: dict[str, _Pull] = {}  # by lease
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, answer: Answer, offer: Mapping[str, Any], ended: Future[None]) -> bool:
+        """Begin to read an answer's KV from a decode engine, and set `ended` once it needs it no more.
+
+        False if it cannot be read, is known, or finds no room; the decode engine frees it then.
+        """
+        size, epoch = self._pool.block_size, self._hits.epoch
+        match = self._hits.match(answer.request, answer.chain, answer.frame, answer.tokens)
+        full = match.tokens // size
+        # of the last token drawn there is no KV
+        stop = min(answer.tokens, int(offer["remote_num_tokens"]), len(answer.request.token_ids) - 1)
+        (offered,) = offer["remote_block_ids"]
+        remote = list(offered[full : self._pool.blocks_for(stop)])
+        fits = offer[BLOCK_SIZE] == size and len(remote) == self._pool.blocks_for(stop) - full
+        shares = all(match.is_shared(i, size) for i in range(full))
+        lease: Lease | None = None
+        if fits and shares and answer.known <= match.tokens < stop:
+            whole_blocks = replace(match, tokens=full * size, blocks=match.blocks[:full])
+            with suppress(PoolExhausted):
+                lease = self._pool.allocate(stop, readers=0, match=whole_blocks)
+        if lease is None:
+            self._read(f"refused-{offer['remote_request_id']}", (), offer)
+            return False
+        if not self._read(lease.id, lease.blocks[full:], {**offer, "remote_block_ids": (remote,)}):
+            self._pool.abandon(lease.id)
+            return False
+        self._under_way[lease.id] = _Pull(answer, match, lease, stop, epoch, ended)
+        return True
+
+    def _read(self, name: str, blocks: Sequence[int], offer: Mapping[str, Any]) -> bool:
+        """Begin to read into blocks; without blocks the decode engine is told that nobody will. False if that fails."""
+        try:
+            self._engine.pull_kv(name, blocks, offer)
+        except Exception as error:
+            logger.warning("an answer's KV cannot be read: %s", error)
+            return False
+        return True
+
+    def poll(self) -> Iterator[Answer]:
+        """Name the blocks of pulls that have ended; yields the answers of those that failed."""
+        for lease in self._under_way:
+            self._pool.renew(lease)
+        well, badly = self._engine.poll_pulls()
+        for name in [*well, *badly]:
+            if (pull := self._under_way.pop(name, None)) is None:  # refused
+                continue
+            answer, match = pull.answer, pull.match
+            if name in well:
+                until = None if pull.stop == answer.tokens else pull.stop
+                blocks, chain, frame = pull.lease.blocks, answer.chain, answer.frame
+                self._hits.index.add(blocks, chain, match.forms, match, frame, pull.epoch, until)
+                self.tokens += pull.stop - match.tokens
+            self._pool.abandon(name)
+            with suppress(InvalidStateError):  # who waited has left
+                pull.ended.set_result(None)
+            if name in badly:
+                yield answer
