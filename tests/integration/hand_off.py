@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -30,6 +31,7 @@ import torch
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES, Family
+from infra.hand_back import asking
 from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 
@@ -84,6 +86,11 @@ class Decoding:
         self._asked.put((token_ids, transfer, tokens))
         return self._answers.get(timeout=SECONDS)
 
+    def end_hand_back(self, name: str) -> bool:
+        """An answer's KV has been read. True if vLLM has freed it by then."""
+        self._asked.put(name)
+        return self._answers.get(timeout=SECONDS)
+
     def end(self) -> None:
         """The case, or, between two, the process."""
         self._asked.put(None)
@@ -128,7 +135,14 @@ def decode(asked: Any, answers: Any) -> None:
                 last = output
         except NonFiniteLogits as error:
             return {"error": str(error)}
-        return answer(last.outputs[0])
+        return {**answer(last.outputs[0]), "offer": last.kv_transfer_params}
+
+    async def freed(engine: DecodeEngine, name: str) -> bool:
+        engine.end_hand_back(name)
+        async with asyncio.timeout(SECONDS):
+            while engine.stats().blocks_reserved:
+                await asyncio.sleep(0.01)
+        return await engine.all_blocks_free()
 
     async def case(name: str, dtype: str, ranks: int) -> None:
         family = FAMILIES[name]
@@ -143,7 +157,7 @@ def decode(asked: Any, answers: Any) -> None:
             )
         )
         while (prompt := await asyncio.to_thread(asked.get)) is not None:
-            answers.put(await one(engine, *prompt))
+            answers.put(await (freed(engine, prompt) if isinstance(prompt, str) else one(engine, *prompt)))
         engine.shutdown()
 
     while (begun := asked.get()) is not None:
@@ -225,6 +239,39 @@ def compacted(rig: Any, parts: list[Any], decoding: Decoding) -> list[dict[str, 
     return found
 
 
+def handed_back(rig: Any, parts: list[Any], decoding: Decoding) -> dict[str, Any]:
+    """An answer, read back from the decode engine, beside what a forward over all of it computes."""
+    from prefill_workers.protocol import Sampling
+    from prefill_workers.sequence import LinkSequence, Run
+
+    engine, plan = rig.engine, rig.plan(parts, "exact", sampling=Sampling())
+    result = rig.loop.submit(plan).result(60)
+    ids = plan.sequence.token_ids.tolist()
+    said = decoding.ask([*ids, result.first_token], asking(result.transfer), 5 * TOKENS)
+    told = [result.first_token, *said["tokens"]]
+    rig.loop.keep_answer(result.lease, told, said["offer"]).result(60)
+    freed = decoding.end_hand_back(said["offer"]["remote_request_id"])
+    rig.settle()
+    whole = [*ids, *told]
+    _, match = rig.linker.prefixes.look_up(replace(plan.request, token_ids=[*whole, 1]), plan.frame)
+    found = engine.read_kv([one.block for one in match.blocks], 0, match.tokens)
+    lease, positions = rig.loop._pool.allocate(len(whole)), plan.sequence.positions
+    index = torch.arange(len(ids), len(whole)).expand(*positions.shape[:-1], -1)
+    tokens, at = torch.tensor(whole, dtype=torch.int32), torch.cat([positions, index], -1)
+    engine.forward([(LinkSequence(tokens, at, lease.blocks, plan.sequence.embedded), [Run(0, len(whole))])])
+    expected = engine.read_kv(lease.blocks, 0, match.tokens)
+    rig.loop._pool.abandon(lease.id)
+    answers = rig.loop.stats().compiled.answers
+    return {
+        "tokens": [len(ids), len(whole), match.tokens],
+        "pulled": answers.pulled,
+        "computed": answers.tokens,
+        "off": float((found - expected).abs().max()),
+        "freed": freed,
+        "leases": rig.loop.stats().leases,
+    }
+
+
 def prefill(name: str, dtype: str, ranks: int, decoding: Decoding, compacts: bool = False) -> dict[str, Any]:
     """Link a prompt twice, let it be decoded, and report that beside what this engine answers by itself."""
     from rig import Clip, Page, Rig, tiny_engine, vllm_prompt
@@ -281,6 +328,9 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding, compacts: boo
         rig.wait_until_free()
         report["leases"], report["block_size"] = rig.loop.stats().leases, engine.block_size
         report["attention"] = rig.attended(parts).flatten().tolist() if engine.tells_attention else None
+        rig.close()
+        rig = Rig(engine, Path(directory) / "again", family=family, keeps_prefixes=True, learns=False)
+        report["handed_back"] = handed_back(rig, parts, decoding)
         decoding.end()
         rig.close()
     engine.shutdown()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from infra.families import FAMILIES
+from prefill_workers.prefix_digests import GRAIN
 
 pytestmark = pytest.mark.engine
 
@@ -137,6 +138,22 @@ def test_a_stock_engine_continues_from_linked_kv_in_bf16(pair: Pair, family: str
     assert_decodes_like_one_engine_but_for_near_ties(pair.report(family, "bfloat16"))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_is_read_back_as_one_forward_computes_it(pair: Pair, family: str):
+    assert_handed_back(pair.report(family, "float32"))
+
+
+def assert_handed_back(report: dict[str, Any]) -> None:
+    back = report["handed_back"]
+    prompt, whole, known = back["tokens"]
+    assert known > whole - 2 * GRAIN
+    assert known - prompt <= back["pulled"] <= known - prompt + 2 * GRAIN
+    assert back["computed"] == 0
+    assert back["off"] < 1e-4
+    assert back["freed"], "the decode engine holds nothing any more"
+    assert back["leases"] == 0
+
+
 @pytest.mark.parametrize("family", COMPACTED)
 def test_decode_goes_on_from_compacted_kv_and_with_windows_as_torch_does_over_the_same_entries(pair: Pair, family: str):
     assert_decodes_compacted_kv_as_torch_does(pair.report(family, "float32"))
@@ -164,6 +181,7 @@ def assert_decodes_compacted_kv_as_torch_does(report: dict[str, Any]) -> None:
 def test_tensor_parallel_ranks_answer_as_one_rank_does(pair: Pair, family: str, prefill: int, decode: int):
     report = pair.report(family, "float32", prefill, decode)
     assert_decodes_like_one_engine(report)
+    assert_handed_back(report)
     if (family, prefill, decode) == COMPACTED_BY_RANKS:
         assert_decodes_compacted_kv_as_torch_does(report)
     alone = pair.report(family, "float32")["attention"]
