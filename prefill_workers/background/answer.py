@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from prefill_workers.block_index import Forms
 from prefill_workers.prefix_digests import PrefixChain, prefix_chain
 from prefill_workers.protocol import LinkRequest
 
@@ -14,11 +15,13 @@ class Answer:
     """Answer behind its prompt.
 
     `request` has the tokens of both, of which the first `prompt` are the prompt's, the first one at position `frame`.
+    `forms`: how the prompt's chunks were linked, which the answer was generated behind.
     """
 
     request: LinkRequest
     prompt: int
     frame: int
+    forms: Forms
     block_size: int
 
     @cached_property

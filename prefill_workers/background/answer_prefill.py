@@ -30,11 +30,12 @@ import torch
 from kvstore.deletions import reaches
 from prefill_workers.background.answer import Answer
 from prefill_workers.background.answer_pull import AnswerPulls
+from prefill_workers.block_index import Forms
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.sampling import are_finite
 from prefill_workers.link.plan import LinkPlan
-from prefill_workers.link.prefix_hits import PrefixHits
+from prefill_workers.link.prefix_hits import PrefixHits, forms_of
 from prefill_workers.protocol import LinkRequest
 from prefill_workers.sequence import LinkSequence, Run
 
@@ -67,7 +68,7 @@ class AnswerPrefill:
 
     def __init__(self, engine: PrefillEngine, pool: BlockPool, hits: PrefixHits, piece: Callable[[int], int]) -> None:
         self._engine, self._pool, self._hits, self._piece = engine, pool, hits, piece
-        self._linked: OrderedDict[str, tuple[LinkRequest, int]] = OrderedDict()  # requests and frames, by lease
+        self._linked: OrderedDict[str, tuple[LinkRequest, int, Forms]] = OrderedDict()  # requests and frames, by lease
         self._waiting: OrderedDict[int, Answer] = OrderedDict()
         self._numbers = count()
         self._pulls = AnswerPulls(engine, pool, hits)
@@ -91,7 +92,7 @@ class AnswerPrefill:
         session = plan.session
         if plan.chain is None or (session is not None and session.shareable_tokens < len(plan.sequence)):
             return
-        self._linked[lease] = plan.request, plan.frame
+        self._linked[lease] = plan.request, plan.frame, forms_of(plan)
         if len(self._linked) > _MOST_LINKS:
             self._linked.popitem(last=False)
 
@@ -112,9 +113,9 @@ class AnswerPrefill:
         if linked is None:
             ended.set_result(None)
             return
-        request, frame = linked
+        request, frame, forms = linked
         both = replace(request, token_ids=[*request.token_ids, *token_ids])
-        answer = Answer(both, len(request.token_ids), frame, self._pool.block_size)
+        answer = Answer(both, len(request.token_ids), frame, forms, self._pool.block_size)
         if offer is None or not self._pulls.begin(answer, offer, ended):
             self._queue(answer)
             ended.set_result(None)
@@ -136,7 +137,7 @@ class AnswerPrefill:
         def brought(request: LinkRequest) -> bool:
             return reaches(content, tenant, request.tenant) and any(span.content == content for span in request.chunks)
 
-        for lease in [lease for lease, (request, _) in self._linked.items() if brought(request)]:
+        for lease in [lease for lease, (request, *_) in self._linked.items() if brought(request)]:
             del self._linked[lease]
         for number in [number for number, answer in self._waiting.items() if brought(answer.request)]:
             del self._waiting[number]

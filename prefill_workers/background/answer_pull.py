@@ -73,7 +73,8 @@ class AnswerPulls:
         fits = offer[BLOCK_SIZE] == size and len(remote) == self._pool.blocks_for(stop) - full
         shares = all(match.is_shared(i, size) for i in range(full))
         lease: Lease | None = None
-        if fits and shares and answer.known <= match.tokens < stop:
+        is_behind = match.forms == answer.forms  # else the blocks that are known are of another link
+        if fits and shares and is_behind and answer.known <= match.tokens < stop:
             whole_blocks = replace(match, tokens=full * size, blocks=match.blocks[:full])
             with suppress(PoolExhausted):
                 lease = self._pool.allocate(stop, readers=0, match=whole_blocks)

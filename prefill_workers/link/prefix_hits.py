@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from prefill_workers.block_index import BlockIndex, ChunkForm, PrefixMatch
+from prefill_workers.block_index import BlockIndex, ChunkForm, Forms, PrefixMatch
 from prefill_workers.compaction.plan import observed
 from prefill_workers.engine.device_timer import DeviceSpan
 from prefill_workers.modes import EXACT_POINTS, ModeKind, OperatingPoint, looks_up_patch, uses_library
@@ -120,7 +120,7 @@ class PrefixHits:
         """
         if plan.chain is None:
             return
-        forms = tuple(form_of(plan.request, chunk) for chunk in plan.chunks)
+        forms = forms_of(plan)
         if tokens is not None:
             tokens = min([tokens, *(chunk.span.start for chunk in plan.chunks if chunk.is_loading)])
         if plan.session is not None and plan.session.shareable_tokens < len(plan.sequence):
@@ -152,6 +152,11 @@ def coming(leader: LinkPlan, follower: LinkPlan) -> int:
 def asked_by(request: LinkRequest) -> str:
     """Mode and text of a request, which decide how its chunks are linked approximately."""
     return f"{request.mode} {request.text}"
+
+
+def forms_of(plan: LinkPlan) -> Forms:
+    """Forms of a finished link's chunks."""
+    return tuple(form_of(plan.request, chunk) for chunk in plan.chunks)
 
 
 def form_of(request: LinkRequest, chunk: ChunkPlan) -> ChunkForm:

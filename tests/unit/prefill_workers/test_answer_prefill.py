@@ -50,7 +50,14 @@ class Worker:
         forms = (*match.forms, *[form] * (len(request.chunks) - len(match.forms)))
         self.index.add(lease.blocks, chain, forms, match, FRAME, self.index.epoch)
         kept = SimpleNamespace(**session) if session else None
-        plan: Any = SimpleNamespace(request=request, chain=chain, frame=FRAME, session=kept, sequence=request.token_ids)
+        plan: Any = SimpleNamespace(
+            request=request,
+            chain=chain,
+            frame=FRAME,
+            session=kept,
+            sequence=request.token_ids,
+            chunks=[SimpleNamespace(form=form) for form in forms],
+        )
         self.answers.remember(plan, lease.id)
         self.pool.abandon(lease.id)
         return lease.id

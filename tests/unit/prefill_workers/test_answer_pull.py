@@ -187,6 +187,15 @@ def test_an_answer_behind_approximate_kv_serves_no_exact_prompt(worker: Pulling)
     assert worker.match(next_turn(mode=Mode.EXACT)).tokens == 3
 
 
+def test_of_an_answer_behind_other_kv_than_is_known_now_nothing_is_read(worker: Pulling):
+    """Its prompt was linked with a patch; another one, computed meanwhile, would have it named as exact."""
+    lease, offer = worker.link(request(), OperatingPoint.PATCHED), worker.generated()
+    worker.link(request(mode=Mode.EXACT))
+    assert worker.pull(lease, offer).done()
+    assert worker.answers.pulling == 0
+    assert worker.idle() == 20
+
+
 def test_another_workers_answer_is_neither_read_nor_refused(worker: Pulling):
     assert worker.pull("another worker's", worker.generated()).done()
     assert worker.engine.asked == []
