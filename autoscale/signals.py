@@ -32,7 +32,7 @@ COMMON = ("clock", "age_s", "ready_s")  # seconds: the replica's clock, since it
 
 
 class Role(StrEnum):
-    """Roles that are scaled, in the order in which a request does not pass them."""
+    """Roles that may be scaled."""
 
     DECODE = "decode"
     PREFILL = "prefill"
@@ -70,7 +70,6 @@ class Demand:
         mean_s: seconds of one piece on one replica.
         variability: squared coefficients of variation of arrivals and of service, summed; 2 for M/M.
         queues: seconds of work that wait or are under way, by replica.
-        sequences: sequences that decode, or wait for it.
         itl_s: time between two tokens as measured; None: not known.
         recent: load of the last `RECENT_S` seconds alone: noisy, and soon.
         has_fallen: the window begins where the load fell by more than chance.
@@ -84,7 +83,6 @@ class Demand:
     mean_s: float = 0.0
     variability: float = 2.0
     queues: tuple[float, ...] = ()
-    sequences: float = 0.0
     itl_s: float | None = None
     recent: float = 0.0
     has_fallen: bool = False
@@ -207,7 +205,6 @@ class Window:
             load=demand.load * lacking,
             recent=demand.recent * lacking,
             rate=demand.rate * lacking,
-            sequences=demand.sequences * lacking,
             is_partial=True,
         )
 
@@ -230,7 +227,6 @@ class Window:
             recent=recent,
             noise=noise,
             window_s=now - self._shares[0][0],
-            sequences=sum(values["sequences"] for values in latest.values()),
             itl_s=sum(itl * sequences for itl, sequences in weighed) / weight if weight else None,
         )
 
