@@ -32,7 +32,7 @@ COMMON = ("clock", "age_s", "ready_s")  # seconds: the replica's clock, since it
 
 
 class Role(StrEnum):
-    """Roles that are scaled, in the order in which a request does not pass them."""
+    """Roles that may be scaled."""
 
     DECODE = "decode"
     PREFILL = "prefill"
@@ -70,7 +70,6 @@ class Demand:
         mean_s: seconds of one piece on one replica.
         variability: squared coefficients of variation of arrivals and of service, summed; 2 for M/M.
         queues: seconds of work that wait or are under way, by replica.
-        sequences: sequences that decode, or wait for it.
         itl_s: time between two tokens as measured; None: not known.
         recent: load of the last `RECENT_S` seconds alone: noisy, and soon.
         has_fallen: the window begins where the load fell by more than chance.
@@ -84,7 +83,6 @@ class Demand:
     mean_s: float = 0.0
     variability: float = 2.0
     queues: tuple[float, ...] = ()
-    sequences: float = 0.0
     itl_s: float | None = None
     recent: float = 0.0
     has_fallen: bool = False
@@ -131,6 +129,38 @@ class _Growth(NamedTuple):
     done: float = 0.0
     squares: float = 0.0
 
+    @classmethod
+    def between(cls, role: Role, now: float, before: Flat, after: Flat) -> _Growth:
+        """Growth of one replica, from two of its samples."""
+        seconds, pieces = _WORK.get(role, ("compute_s", "links"))
+
+        def more(name: str) -> float:
+            return after.get(name, 0.0) - before.get(name, 0.0)
+
+        done_s = more(seconds) + more("encode_s")
+        done = more(pieces)
+        return cls(
+            now,
+            came_s=done_s + more("queued_s"),
+            came=done + more("waiting"),
+            load_s=more("load_s"),
+            done_s=done_s,
+            done=done,
+            squares=more("compute_s2"),
+        )
+
+    def plus(self, other: _Growth) -> _Growth:
+        """Growth of both, at the time of this one."""
+        return _Growth(
+            self.now,
+            came_s=self.came_s + other.came_s,
+            came=self.came + other.came,
+            load_s=self.load_s + other.load_s,
+            done_s=self.done_s + other.done_s,
+            done=self.done + other.done,
+            squares=self.squares + other.squares,
+        )
+
 
 class Window:
     """Signals of one role over the last `window_s` seconds.
@@ -151,29 +181,19 @@ class Window:
         """Take up the signals of all replicas that there are."""
         for gone in self._replicas.keys() - replicas.keys():
             del self._replicas[gone]
-        grown = [0.0] * 6
+        grown = _Growth(now)
         for name, flat in replicas.items():
             before, values = self._replicas.get(name), known(self.role, flat)
             if values is None or (before is not None and values["clock"] <= before[1]["clock"]):
                 self._replicas.setdefault(name, None)
                 continue  # nothing, or the same again
             if before is not None:
-                grown = [a + b for a, b in zip(grown, self._grown(before[1], values), strict=True)]
+                grown = grown.plus(_Growth.between(self.role, now, before[1], values))
             self._replicas[name] = now, values
-        self._growth.append(_Growth(now, *grown))
+        self._growth.append(grown)
         while self._growth[0].now < now - self._window_s:
             self._growth.popleft()
         self._demand = self._measured(now)
-
-    def _grown(self, before: Flat, after: Flat) -> tuple[float, ...]:
-        seconds, pieces = _WORK.get(self.role, ("compute_s", "links"))
-
-        def more(name: str) -> float:
-            return after.get(name, 0.0) - before.get(name, 0.0)
-
-        done_s = more(seconds) + more("encode_s")
-        done = more(pieces)
-        return done_s + more("queued_s"), done + more("waiting"), more("load_s"), done_s, done, more("compute_s2")
 
     def latest(self, now: float) -> dict[str, dict[str, float]]:
         """The last signals of each replica that are not stale."""
@@ -207,7 +227,6 @@ class Window:
             load=demand.load * lacking,
             recent=demand.recent * lacking,
             rate=demand.rate * lacking,
-            sequences=demand.sequences * lacking,
             is_partial=True,
         )
 
@@ -230,7 +249,6 @@ class Window:
             recent=recent,
             noise=noise,
             window_s=now - self._shares[0][0],
-            sequences=sum(values["sequences"] for values in latest.values()),
             itl_s=sum(itl * sequences for itl, sequences in weighed) / weight if weight else None,
         )
 

@@ -8,7 +8,7 @@ hands over what only it has; it is paid until then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -420,9 +420,3 @@ class Simulation:
             if all(map(math.isfinite, shares)) and at >= _REUSE_S:
                 pairs.append((shares[0], shares[1]))
         return pairs
-
-
-def quantiles_of(result: Result, shares: Sequence[float]) -> list[float]:
-    """Quantiles of the time to the first token over answers that came."""
-    came = result.ttft_s[np.isfinite(result.ttft_s)]
-    return [float(value) for value in np.quantile(came, shares)] if len(came) else [math.nan] * len(shares)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from infra.groups import within
 from kvstore.catalog.inventory import checked
 from kvstore.errors import CorruptRecord, StoreError
 from kvstore.library import Library
@@ -116,7 +117,8 @@ async def hand_over(
                     break
                 wanted = set.intersection(*map(set, answers))
                 left -= len(part) - len(wanted)
-                for batch in _batches([one for one in part if one[0] in wanted]):
+                lacked = [one for one in part if one[0] in wanted]
+                for batch in within(PARCEL_BYTES, lacked, lambda one: one[1].nbytes):
                     parcels = await asyncio.to_thread(_packed, batch)
                     records += await siblings.adopt(parcels)
                     nbytes += sum(len(parcel.encoded) for parcel in parcels)
@@ -138,20 +140,6 @@ def _by_worth(found: Sequence[tuple[Record, float]]) -> list[_Offer]:
     for record, idle_s in sorted(found, key=lambda one: -value[id(one[0])]):
         contents.setdefault((record.tenant, record.content), []).append((path_of(record), record, idle_s))
     return [one for offers in contents.values() for one in offers]
-
-
-def _batches(offers: Sequence[_Offer]) -> Iterator[list[_Offer]]:
-    """Parts of at most `PARCEL_BYTES`, but for a larger record by itself."""
-    batch: list[_Offer] = []
-    size = 0
-    for offer in offers:
-        if batch and size + offer[1].nbytes > PARCEL_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(offer)
-        size += offer[1].nbytes
-    if batch:
-        yield batch
 
 
 def _packed(batch: Sequence[_Offer]) -> list[Parcel]:

@@ -42,7 +42,7 @@ NAMESPACE = "orbitserve"
 _INLINE_BYTES = 64 << 10  # markers and other small blobs stay in the directory: Ray sends them inside its messages
 _PROTOCOL = 4  # of the directory's methods: one that outlived the application may have others
 _TIMEOUT_S = 10.0  # for an answer of the directory, and for pulling an object from another node
-Blob = Any  # bytes, or a list of one ObjectRef: a bare one would be resolved on its way
+Payload = Any  # bytes, or a list of one ObjectRef: a bare one would be resolved on its way
 
 
 def ray_is_running() -> bool:
@@ -95,7 +95,7 @@ class RayTier(Tier):
     def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
         size = sum(buffer.size for buffer in buffers)
         with self._directory("write", check_key(key)) as directory:
-            blob: Blob
+            blob: Payload
             if size <= _INLINE_BYTES:
                 blob, node = b"".join(memoryview(buffer) for buffer in buffers), ""
             else:
@@ -157,7 +157,7 @@ class RayTier(Tier):
                 _answer(directory.discard.remote(key, blob))
         return moved, len(held) - moved
 
-    def _put_object(self, directory: Any, buffers: Sequence[pa.Buffer]) -> tuple[Blob, str]:
+    def _put_object(self, directory: Any, buffers: Sequence[pa.Buffer]) -> tuple[Payload, str]:
         """Store the buffers as one object on this node that the directory owns; also the node's id."""
         import ray
 
@@ -206,7 +206,7 @@ def _answer(reference: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Held:
-    blob: Blob
+    blob: Payload
     size: int
     used: float
     node: str  # that the object lies on; "": the directory has the bytes themselves
@@ -235,14 +235,14 @@ class Directory:
         self._limit = limit_bytes
         self._make_room(0)
 
-    def adopt(self, objects: list[Any], node: str) -> Blob:
+    def adopt(self, objects: list[Any], node: str) -> Payload:
         """A copy of an object on a node, which belongs to this actor; elsewhere if the node is gone."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=True)
         return [self._copy.options(scheduling_strategy=there).remote(objects[0])]
 
-    def store(self, key: str, blob: Blob, size: int, node: str) -> bool:
+    def store(self, key: str, blob: Payload, size: int, node: str) -> bool:
         """Store a blob, replacing the key's. False if it is larger than the whole tier."""
         if size > self._limit:
             return False
@@ -259,7 +259,7 @@ class Directory:
     def _among(self, key: str) -> OrderedDict[str, _Held]:
         return self._markers if key.startswith(MARKERS) else self._held
 
-    def lookup(self, key: str) -> Blob | None:
+    def lookup(self, key: str) -> Payload | None:
         """The blob: bytes, or the object that holds them."""
         held = self._among(key).get(key)
         return None if held is None else held.blob
@@ -274,16 +274,16 @@ class Directory:
         self._bytes -= 0 if held is None else held.size
         return held is not None
 
-    def discard(self, key: str, blob: Blob) -> None:
+    def discard(self, key: str, blob: Payload) -> None:
         """Delete a blob that turned out to be lost, unless another one has taken its place."""
         if self.lookup(key) == blob:
             self.delete(key)
 
-    def at(self, node: str) -> list[tuple[str, Blob]]:
+    def at(self, node: str) -> list[tuple[str, Payload]]:
         """Blobs that lie on a node, the last used first."""
         return [(key, held.blob) for key, held in reversed(self._held.items()) if held.node == node]
 
-    def replace(self, key: str, blob: Blob, copy: Blob, node: str) -> None:
+    def replace(self, key: str, blob: Payload, copy: Payload, node: str) -> None:
         """Put the copy of a blob on another node in its place, unless it has changed or gone."""
         among = self._among(key)
         if key in among and among[key].blob == blob:

@@ -303,7 +303,7 @@ class S3Tier(FsspecTier):
         if isinstance(cause, ClientError) and _code(cause) in _REASONS:
             return f"{_code(cause)}: {_REASONS[_code(cause)].format(bucket=self._bucket)}"
         if isinstance(error, TimeoutError):
-            return f"no whole answer within {self._timeout_s:g} s, nor of a write a second a MiB later"
+            return f"no whole answer within {self._timeout_s:g} s (a write: one second more per MiB)"
         return super()._reason(error)
 
 

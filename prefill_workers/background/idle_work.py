@@ -24,7 +24,6 @@ from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from kvstore.forget import CacheGroup
 from kvstore.records.keys import owner_of
-from prefill_workers import modes as policies
 from prefill_workers.background.answer_prefill import AnswerPrefill, AnswerStats
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
 from prefill_workers.background.load_bearing import LoadBearingChecks
@@ -33,6 +32,7 @@ from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.modes import uses_canonical_alone, uses_library
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch
 from prefill_workers.settings import CompileLimits
@@ -155,8 +155,8 @@ class IdleWork:
             self._harvests.append(_Harvest(plan, chunk, lease, time.perf_counter()))
             self._harvester.keep_embeddings(plan, chunk)  # now: whatever becomes of the harvest, they cost no more
         mode = plan.request.mode
-        if policies.uses_library(mode):
-            of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
+        if uses_library(mode):
+            of_use = not uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
             self._ahead.offer(plan, missed=bool(chunks) and of_use)
             for chunk in plan.chunks:
                 if chunk.is_reused:

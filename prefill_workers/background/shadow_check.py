@@ -66,7 +66,7 @@ class ShadowChecks:
     """Checks that wait or are under way. Belongs to the prefill loop's thread.
 
     Args:
-        scratch: where its sequences lie. Between `step`s of a check that is `running` it is the check's own.
+        scratch: where its sequences lie. Between `step`s, while `is_running`, it is the check's own.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Compactor:
     Args:
         layers: vLLM's attention layers.
         stored: `WorkerExtension._stored`.
-        update: `WorkerExtension._update`.
+        update: `AttentionLayers.update`.
         latent: MLA, whose queries are compared with latents.
 
     Attributes:

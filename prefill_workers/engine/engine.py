@@ -3,7 +3,8 @@
 vLLM loads the model, sizes and registers the KV pool and runs the kernels; only `self_check` uses its scheduler.
 Everything afterwards goes through `worker_extension.WorkerExtension`, on blocks that `block_pool.BlockPool` owns.
 
-Checked on vLLM 0.32.0. With `worker_extension.py` and `attention_layers.py` this is all that knows vLLM's internals.
+Checked on vLLM 0.32.0. What prefill workers know of vLLM's internals is in this folder: this file, `worker_extension`,
+`attention_layers`, `graphs`, `compactor`, `lazy_attention`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from kvstore.forget import ForgetRegistry
 from kvstore.library import Library
 from kvstore.operator.apply import warm_up
 from kvstore.records.patch_form import PatchForm
-from prefill_workers import modes as policies
 from prefill_workers.block_index import NO_MATCH, BlockIndex, PrefixMatch
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
@@ -53,7 +52,7 @@ from prefill_workers.link.token_selection import (
     selected_by_deviation,
     selected_by_place,
 )
-from prefill_workers.modes import FreeText, Mode, OperatingPoint
+from prefill_workers.modes import FreeText, Mode, OperatingPoint, composed_antecedents, looks_up_patch, operating_point
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.sessions.store import SessionStore
@@ -293,12 +292,12 @@ class Linker:
 
     def _without_sums(self, mode: Mode, antecedents: int) -> OperatingPoint | None:
         """`composed`, where a chunk's pair patches would be summed if that were not switched off."""
-        would = policies.looks_up_patch(mode) and self._composes(antecedents)
+        would = looks_up_patch(mode) and self._composes(antecedents)
         return OperatingPoint.COMPOSED if would and not self.sums() else None
 
     def _composes(self, antecedents: int) -> bool:
         """True if pair patches behind so many antecedents are summed."""
-        return antecedents in policies.composed_antecedents(self.compose_up_to)
+        return antecedents in composed_antecedents(self.compose_up_to)
 
     def _sums_behind(self, antecedents: int) -> bool:
         """True if pair patches behind so many antecedents are summed and not switched off."""
@@ -462,7 +461,7 @@ class Linker:
         fresh = chunk.embeddings is not None
         if not fresh:
             chunk.embeddings = found.embeddings
-        point = policies.operating_point(
+        point = operating_point(
             mode,
             canonical=found.canonical is not None,
             patch=found.patch is not None and not (unweighed and chunk.is_missing_embeddings),
@@ -484,7 +483,7 @@ class Linker:
             reason=reasons.reason(mode, point, found, chunk),
             rank=patch.rank if patch else None,
             kind=patch.kind if patch else None,
-            missed=policies.looks_up_patch(mode) and found.patch is None and not found.is_unsure,
+            missed=looks_up_patch(mode) and found.patch is None and not found.is_unsure,
             sums_off=chunk.ruled_out is OperatingPoint.COMPOSED,
         )
         return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)

@@ -50,9 +50,9 @@ Stored = tuple[RecordKind, str, str]  # a record: its kind, key and owner
 class Found:
     """Outcome of a look-up: KV to place, embeddings to compute with, or nothing.
 
-    Both only where some tokens of a chunk whose KV is stored are computed all the same, and for a patch that is still
-    to be summed of `parts`: those behind the fixed prefix and behind each antecedent, of which `patch` is the first.
-    `is_unsure`: a patch is stored and did not come, or a tier did not answer; it says nothing of what is stored.
+    Both come together where some tokens of stored KV are computed all the same, and where `parts` are still to be
+    weighed: patches behind the fixed prefix alone, which is also `patch`, and behind each antecedent.
+    `is_unsure`: a patch's load failed or was late, or a tier did not answer: this is no evidence of a miss.
     `is_unfit`: what is stored is of other tokens than the chunk has. `stored`: the records that all this was read from.
     """
 
@@ -113,10 +113,6 @@ class Lookup:
         """Loads of canonical KV and patch that `found` waits for, once they have begun."""
         return self._loads
 
-    def _decide(self, *, coming: bool) -> None:
-        if not self._coming.done():
-            self._coming.set_result(coming)
-
     def done(self) -> bool:
         """True if `found` answers at once."""
         return self._found.done()
@@ -128,6 +124,25 @@ class Lookup:
     def when_done(self, call: Callable[[], object]) -> None:
         """Call when the look-up ends; at once if it has ended."""
         self._found.add_done_callback(lambda _: call())
+
+    def begin(self, canonical: Loading, patch: Loading | None) -> None:
+        """Note the loads that the outcome waits for."""
+        self._loads = canonical, patch
+
+    def decide(self, *, coming: bool) -> None:
+        """Say whether the chunk's KV is coming; the first word holds."""
+        if not self._coming.done():
+            self._coming.set_result(coming)
+
+    def end(self, found: Found) -> None:
+        """End with an outcome."""
+        self._found.set_result(found)
+        self.decide(coming=found.canonical is not None)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, which `found` raises."""
+        self._found.set_exception(error)
+        self.decide(coming=True)
 
 
 class Lookups:
@@ -206,8 +221,7 @@ class Lookups:
     def _start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         lookup = Lookup(self._epoch)
         if not uses_library(mode):
-            lookup._found.set_result(Found())
-            lookup._decide(coming=False)
+            lookup.end(Found())
         else:
             self._threads.submit(self._run, lookup, keys, mode)
         return lookup
@@ -223,11 +237,9 @@ class Lookups:
                 if record is not None:
                     stored = (*found.stored, ("embedding", key, keys.owner))
                     found = replace(found, embeddings=cast(EmbeddingRecord, record).embeddings, stored=stored)
-            lookup._found.set_result(found)
-            lookup._decide(coming=found.canonical is not None)
+            lookup.end(found)
         except BaseException as error:  # a defect: whoever asked must hear of it, not wait for ever
-            lookup._found.set_exception(error)
-            lookup._decide(coming=True)
+            lookup.fail(error)
 
     def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> tuple[Found, float]:
         """Load canonical KV and the patch that the mode needs, as far as they are stored.
@@ -248,9 +260,9 @@ class Lookups:
             return Found(), until
         canonical = library.load("canonical", keys.canonical, keys.owner)
         if not summed:
-            lookup._loads = canonical, patches[0] if patches else None
+            lookup.begin(canonical, patches[0] if patches else None)
         if library.stored("canonical", [(keys.canonical, keys.owner)]):
-            lookup._decide(coming=True)
+            lookup.decide(coming=True)
         until = time.monotonic() + library.settings.load_timeout_s
         kv = cast(CanonicalRecord | None, library.wait(canonical, until))
         loaded = [cast(PatchRecord | None, library.wait(patch, until)) for patch in patches]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from prefill_workers import modes as policies
 from prefill_workers.link.lookups import Found
 from prefill_workers.link.plan import ChunkPlan, ChunkState
-from prefill_workers.modes import Mode, OperatingPoint
+from prefill_workers.modes import Mode, OperatingPoint, operating_point
 
 
 def expected(mode: Mode) -> OperatingPoint:
     """Operating point at which a mode links a chunk of which everything is stored."""
-    return policies.operating_point(mode, canonical=True, patch=True, computable=True)
+    return operating_point(mode, canonical=True, patch=True, computable=True)
 
 
 def reason(mode: Mode, point: OperatingPoint, found: Found, chunk: ChunkPlan) -> str:

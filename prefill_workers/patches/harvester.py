@@ -22,9 +22,9 @@ from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.keys import antecedent_key, owner_of
 from kvstore.records.patch_form import PatchForm
 from kvstore.records.record import CanonicalRecord, EmbeddingRecord, RecordKind
-from prefill_workers import modes as policies
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.modes import EXACT_POINTS, uses_library
 from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming, Placed, arrange
 from prefill_workers.patches.patch_compiler import PatchJob
 from prefill_workers.patches.scratch import Pieces, Scratch, aside
@@ -57,7 +57,7 @@ class Harvester:
 
     def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
         """Chunks of a finished plan whose KV was computed whole and may be worth keeping."""
-        if not policies.uses_library(plan.request.mode):
+        if not uses_library(plan.request.mode):
             return []
         return [c for c in plan.chunks if not c.is_reused]
 
@@ -71,7 +71,7 @@ class Harvester:
         if plan.session is not None and chunk.span.start > plan.session.exact_tokens:
             return False
         before = plan.chunks[: plan.chunks.index(chunk)]
-        return chunk.is_cacheable and all(c.made_at in policies.EXACT_POINTS for c in before)
+        return chunk.is_cacheable and all(c.made_at in EXACT_POINTS for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """True if a computed chunk's canonical KV and patch are stored already."""

@@ -17,8 +17,6 @@ class KVLoadBudget:
     A link loads as soon as it is planned, long before it is computed: what a whole queue loads from an object store
     would not fit into memory. Of one event loop. A link that needs more than there is has all of it to itself.
 
-    Of one event loop, first come first served. A link that needs more than there is has all of it to itself.
-
     Args:
         most: bytes.
         bytes_per_token: of a chunk's KV.

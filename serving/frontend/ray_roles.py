@@ -1,4 +1,4 @@
-"""Roles over Ray Serve handles, with Ray's errors as RoleUnavailable."""
+"""Roles over Ray Serve handles; see `ray_calls`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
 from autoscale.planner import NAMESPACE, actor_name
 from infra.hand_back import HELD_SECONDS
-from prefill_workers.protocol import TINY_PROMPT, Refusal, replica_of
+from prefill_workers.protocol import TINY_PROMPT, replica_of
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
+from serving.frontend.ray_calls import alive, answered, answered_by_all, answered_in_time, answers_in_time, streamed
 from serving.frontend.reachability import Reachability
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 2.0  # for a role to say how it is, beside what its canary may take
-_PING_SECONDS = 3.0  # for a replica to say that it is there
 _RETRY_SECONDS = 10.0  # for another replica to search in the place of one that was lost
 _RENEWAL_SECONDS = 5.0  # for replicas to say that they have heard of a lease; one that hangs keeps nobody from the next
 
@@ -68,7 +67,7 @@ class RayRoles:
         self._patience = canary_timeout_s + HEALTH_SECONDS
         self._pulling: dict[str, Callable[[], None]] = {}  # by lease: ends the need of the replica that holds it
         self._reach = {
-            name: Reachability(name, partial(_alive, role))
+            name: Reachability(name, partial(alive, role))
             for name, role in {**handles, "decode": self._decode_once}.items()
             if role is not None
         }
@@ -108,7 +107,7 @@ class RayRoles:
         Until the KV was pulled, by every choice for itself, the replica that holds it must be there.
         """
         stream, ended = self.decode.generate.remote(token_ids, transfer, params, request_id, options), False
-        outputs, lease, pulled = _stream(stream), transfer["remote_request_id"], set[int]()
+        outputs, lease, pulled = streamed(stream), transfer["remote_request_id"], set[int]()
         try:
             while len(pulled) < (params.n or 1):
                 async with (
@@ -252,7 +251,9 @@ class RayRoles:
         roles = {"vision": self.vision, "prefill": self.prefill, "decode": self._decode_once, "library": self.library}
         if self.retriever is not None:
             roles["retriever"] = self.retriever.handle
-        calls = (_in_time(name, role.check_health.remote(), self._patience) for name, role in roles.items() if role)
+        calls = (
+            answered_in_time(name, role.check_health.remote(), self._patience) for name, role in roles.items() if role
+        )
         await asyncio.gather(*calls)
 
 
@@ -302,39 +303,6 @@ class RetrieverHandle:
         return dict(await answered_by_all(self.handle, "counted"))
 
 
-async def _in_time(role: str, response: Any, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await answered(response)
-    except Exception as error:
-        reason = str(error) or f"no answer within {seconds:g} s"  # a time-out says nothing
-        raise RoleUnavailable(f"{role}: {reason}") from error
-
-
-def lost(error: Exception) -> RoleUnavailable:
-    """RoleUnavailable for Ray's error; ids, processes and addresses go to the log alone."""
-    logger.warning("a role is not available: %s", error)
-    if isinstance(error, ActorUnavailableError):  # which names the replica's id before anything else
-        return RoleUnavailable("a replica does not answer")
-    return RoleUnavailable(str(error).partition("\n")[0])
-
-
-async def answered(response: Any) -> Any:
-    """Result of a call to a role.
-
-    Raises the role's error or refusal, or RoleUnavailable if it was lost.
-    """
-    try:
-        return accepted(await response)
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from None
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise lost(error) from error
-    except asyncio.CancelledError:
-        response.cancel()
-        raise
-
-
 async def planner_status(app_name: str) -> dict[str, Any]:
     """Status of the planner, see `Planner.status`.
 
@@ -347,55 +315,3 @@ async def planner_status(app_name: str) -> dict[str, Any]:
     except (ValueError, RayActorError) as error:
         raise RoleUnavailable("the planner is not there") from error
     return status
-
-
-def accepted(answer: Any) -> Any:
-    """An answer that is no refusal. Raises the error of one that is."""
-    if isinstance(answer, Refusal):
-        raise answer.error
-    return answer
-
-
-async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
-    """Results of a call to every replica of a role.
-
-    Raises RoleUnavailable if the role has none, or any was lost; the others were called.
-    """
-    try:
-        answers = await role.broadcast(method, *arguments).results_async(return_exceptions=True)
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise lost(error) from error
-    for answer in answers:
-        if isinstance(answer, RayActorError | DeploymentUnavailableError):
-            raise lost(answer) from answer
-        if isinstance(answer, BaseException):
-            raise answer
-    return list(answers)
-
-
-async def answers_in_time(role: DeploymentHandle, seconds: float, method: str, *arguments: Any) -> list[Any]:
-    """Answers or exceptions of a role's replicas to a call; TimeoutError for one that is late.
-
-    A broadcast of Serve's, given a time, loses all answers with the one that does not come.
-
-    Raises DeploymentUnavailableError if the role has no replica.
-    """
-    async with asyncio.timeout(seconds):
-        calls = await role.broadcast(method, *arguments)._fetch_replica_results_async()
-    answers = (asyncio.wait_for(call.get_async(), seconds) for call in calls)
-    return list(await asyncio.gather(*answers, return_exceptions=True))
-
-
-async def _alive(role: DeploymentHandle) -> list[str]:
-    """Names of a role's replicas that answer."""
-    return [answer for answer in await answers_in_time(role, _PING_SECONDS, "alive") if isinstance(answer, str)]
-
-
-async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
-    try:
-        async for item in responses:
-            yield accepted(item)
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from None
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise lost(error) from error

@@ -16,7 +16,6 @@ from PIL import Image
 PIXELS = 28  # of one vision token, each way
 TEXT_TOKENS = 32  # of a request, the chat template's included
 _BEFORE, _AFTER = 6, 7  # characters of text around the image; the bundled tokenizers take one token each
-TEMPLATE_TOKENS = TEXT_TOKENS - _BEFORE - _AFTER
 SHAPES = {256: (16, 16), 512: (32, 16), 1024: (32, 32), 2048: (64, 32)}  # vision tokens: (wide, high)
 
 

@@ -22,10 +22,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ray.serve.exceptions import DeploymentUnavailableError
-
 from prefill_workers.fidelity.disabled_points import DisabledPoints, PointDecision
 from serving.errors import RoleUnavailable
+from serving.frontend.ray_calls import answers_of_all
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -102,10 +101,7 @@ class FidelityKeeper:
     async def _broadcast(self, method: str, *arguments: object) -> list[Any]:
         """Answers or exceptions of all prefill replicas; none where none serves."""
         try:
-            answers = self._prefill.broadcast(method, *arguments)
-            return list(await answers.results_async(timeout_s=_TELL_SECONDS, return_exceptions=True))
-        except DeploymentUnavailableError:
-            return []
+            return await answers_of_all(self._prefill, method, *arguments, timeout_s=_TELL_SECONDS)
         except TimeoutError as error:
             return [error]
 

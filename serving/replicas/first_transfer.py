@@ -21,7 +21,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serving.frontend.ray_roles import answered_by_all
+from serving.frontend.ray_calls import answered_by_all
 from serving.replicas.process import replica_states
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from kvstore.tiers.base import Lifetime
 from serving.errors import RoleUnavailable
-from serving.frontend.ray_roles import answered, answered_by_all
+from serving.frontend.ray_calls import answered, answered_by_all
 from serving.replicas.process import is_alone, node_id
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from autoscale.settings import Mode
 from serving.config import OrbitServeConfig
 from serving.engine_spec import front_end_config
 from serving.errors import RoleUnavailable
-from serving.frontend.ray_roles import RayRoles, answered, planner_status
+from serving.frontend.ray_calls import answered
+from serving.frontend.ray_roles import RayRoles, planner_status
 from serving.placement.patch_feed import follow
 from serving.replicas.process import enter_vllm, replica_name
 

@@ -10,14 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
-from ray.exceptions import ActorUnavailableError, RayActorError
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from autoscale.planner import PlannerKeeper, start_planner
 from autoscale.settings import Mode
 from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
+from serving.frontend.ray_calls import answers_of_all, has_died
 from serving.placement.patch_feed import KEEPER_LIMIT, PatchFeed, PatchFeedSource, log_stored
 from serving.replicas.fidelity import FidelityKeeper
 from serving.replicas.process import enter, replica_name, replica_states
@@ -104,7 +103,7 @@ class LibraryKeeper:
         """
         everywhere, failures = True, list[Exception]()
         for role, replicas in self._holders:
-            answers = await _forget(role, content, tenant)
+            answers = await answers_of_all(role, "forget", content, tenant)
             failed = [answer for answer in answers if isinstance(answer, Exception)]
             states = await asyncio.to_thread(replica_states, role.app_name, role.deployment_name)
             expected = _there(states) if replicas is None else replicas
@@ -113,7 +112,7 @@ class LibraryKeeper:
             failures += failed
         went = await asyncio.to_thread(self._library.delete_content, content, tenant)
         for failure in failures:
-            if not _died(failure):
+            if not has_died(failure):
                 raise failure
         return went, everywhere
 
@@ -181,14 +180,6 @@ class LibraryKeeper:
             raise RuntimeError("the sweep of expired files has ended")
 
 
-async def _forget(role: DeploymentHandle, content: str, tenant: str) -> list[Any]:
-    """Answers of a role's replicas to a deletion; none from a role that has none."""
-    try:
-        return list(await role.broadcast("forget", content, tenant).results_async(return_exceptions=True))
-    except DeploymentUnavailableError:
-        return []
-
-
 def _number(settings: RoleSettings) -> int | None:
     """Replicas of a role; None if they follow the load."""
     return None if isinstance(settings.replicas, ReplicaRange) else settings.least_replicas
@@ -197,8 +188,3 @@ def _number(settings: RoleSettings) -> int | None:
 def _there(states: Mapping[str, int]) -> int:
     """Replicas that Serve keeps of a role, those that are starting included: one may be the successor of a lost one."""
     return sum(count for state, count in states.items() if state != "STOPPING")
-
-
-def _died(error: Exception) -> bool:
-    """True if a replica is gone, its memory with it. One that is unreachable remembers."""
-    return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)

@@ -34,7 +34,7 @@ from prefill_workers.protocol import (
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
 from serving.errors import RoleUnavailable
-from serving.frontend.ray_roles import answered
+from serving.frontend.ray_calls import answered
 from serving.placement.patch_feed import PatchFeed, PatchFeedSource
 from serving.replicas.canary import Canary
 from serving.replicas.fidelity import PrefillFidelity

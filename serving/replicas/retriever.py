@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray import serve
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
-from serving.replicas.process import enter, enter_vllm
+from serving.frontend.ray_calls import answers_of_all, has_died
+from serving.replicas.process import enter, enter_vllm, replica_name
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -42,9 +43,8 @@ class Retriever:
         from serving.retrieval.metrics import RetrieverMetrics
         from serving.retrieval.parts import FileSplitter
 
-        context = serve.get_replica_context()
-        self._name = str(context.replica_id.unique_id)
-        self._peers = serve.get_deployment_handle(type(self).__name__, context.app_name)
+        self._name = replica_name()
+        self._peers = serve.get_deployment_handle(type(self).__name__, serve.get_replica_context().app_name)
         files = FileStore(config.files_url, config.files)
         embedder = await open_embedder(config, files.tier)
         library = config.library.model_copy(update={"memory_bytes": _MEMORY_BYTES})
@@ -103,14 +103,9 @@ class Retriever:
             RoleUnavailable: one that lives has not heard.
         """
         await self._indices.follow(store, files)  # this one: while it starts, it gets no calls
-        try:
-            answers: list[Any] = list(
-                await self._peers.broadcast("follow", store, files).results_async(return_exceptions=True)
-            )
-        except DeploymentUnavailableError:  # this is the first one, and not ready yet
-            return
+        answers = await answers_of_all(self._peers, "follow", store, files)  # none while the first one starts
         for answer in answers:
             if isinstance(answer, ActorUnavailableError | DeploymentUnavailableError):
                 raise RoleUnavailable("a retriever replica does not answer") from answer
-            if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
+            if isinstance(answer, Exception) and not has_died(answer):
                 raise answer

@@ -19,7 +19,7 @@ from prefill_workers.fidelity.disabled_points import DisabledPoints, PointDecisi
 from prefill_workers.fidelity.monitor import Comparison
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.settings import FidelitySettings
-from serving.frontend.ray_roles import answered
+from serving.frontend.ray_calls import answered
 from serving.replicas.fidelity import FidelityKeeper, PrefillFidelity
 
 pytestmark = pytest.mark.cluster

@@ -383,7 +383,7 @@ def test_what_stands_behind_a_chunk_need_not_wait_while_a_forward_writes_it_laye
     assert (plan.frontier, streamed.stream) == (10, None)
     streamed.begin_stream(stream)
     assert streamed.lookup is not None
-    streamed.lookup._found.set_result(Found())
+    streamed.lookup.end(Found())
     assert streamed.end_load() == (Found(), stream)
     streamed.settle(OperatingPoint.RECOMPUTED)
     assert (plan.frontier, plan.is_placed, plan.runs) == (100, True, [Run(0, 100)])
@@ -394,7 +394,7 @@ def test_a_plan_knows_of_loads_that_have_ended(start: Start) -> None:
     assert not plan.has_ended_loads
     lookup = plan.chunks[0].lookup
     assert lookup is not None
-    lookup._found.set_result(start(MemoryTier(), Mode.OFF).found())
+    lookup.end(start(MemoryTier(), Mode.OFF).found())
     assert plan.has_ended_loads
 
 

@@ -35,7 +35,8 @@ from serving.api.app import ProcessedImages
 from serving.errors import RoleUnavailable
 from serving.frontend import ray_roles
 from serving.frontend.documents import Documents
-from serving.frontend.ray_roles import RayRoles, accepted, answered, lost
+from serving.frontend.ray_calls import accepted, answered, lost
+from serving.frontend.ray_roles import RayRoles
 from serving.replicas import library_keeper
 from serving.replicas.canary import EngineStalled
 from serving.replicas.decode import DecodeWorker

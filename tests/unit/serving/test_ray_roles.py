@@ -16,7 +16,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from prefill_workers.protocol import LeaseState, Overloaded, Refusal, lease_owner
 from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend import reachability
-from serving.frontend.ray_roles import RayRoles, answered, answered_by_all
+from serving.frontend.ray_calls import answered, answered_by_all, answers_of_all, has_died
+from serving.frontend.ray_roles import RayRoles
 
 TRANSFER = {"remote_request_id": f"{lease_owner(17, 'holder')}-3"}
 ONE: Any = SimpleNamespace(n=1)
@@ -196,6 +197,18 @@ async def test_answers_of_all_replicas_and_what_one_of_them_raised():
     with pytest.raises(ValueError, match="its own") as again:
         await answered_by_all(Role(answers=[1, own]), "allow")
     assert again.value is own
+
+
+async def test_all_answers_are_told_apart_and_a_role_without_a_replica_gives_none():
+    answers = [1, *LOST, ValueError("its own")]
+    assert await answers_of_all(Role(answers=answers), "follow") == answers
+    assert await answers_of_all(Role(answers=LOST[2]), "follow") == []
+    assert [has_died(error) for error in answers[1:]] == [True, False, False, False], "else it remembers"
+
+
+async def test_answers_that_come_late_are_a_time_out():
+    with pytest.raises(TimeoutError):
+        await answers_of_all(Role(answers=TimeoutError()), "apply_decisions", timeout_s=1.0)
 
 
 async def test_a_stream_that_ends_is_not_cancelled():
