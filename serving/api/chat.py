@@ -31,9 +31,10 @@ from serving.api.prefix import Prefixes, leads, tools_text
 from serving.api.retrieval import Retrieval
 from serving.api.retrieve import citations, number_chunks, retrieved
 from serving.api.streams import opened
+from serving.frontend.bounded_outputs import before_deadline
 from serving.frontend.documents import Documents
 from serving.frontend.errors import InvalidRequest
-from serving.frontend.report import RequestTrace, parse_options, set_trace
+from serving.frontend.report import RequestTrace, current_trace, parse_options, set_trace
 from serving.frontend.rounds_parser import RoundsParser
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
@@ -111,7 +112,14 @@ class OrbitServingChat(OpenAIServingChat):
         """Resolve a request's messages, order their chunks, and begin to load these.
 
         The trace becomes the current one of this task.
+
+        Raises:
+            DeadlineExceeded: that took longer than the whole answer may.
         """
+        async with before_deadline(trace.received, self.engine_client.request_timeout_s):
+            await self._prepare(request, trace)
+
+    async def _prepare(self, request: ChatCompletionRequest, trace: RequestTrace) -> None:
         options, tenant = trace.options, trace.tenant
         messages = readable(request.messages)
         prefix = fixed_prefix(messages, request)
@@ -202,18 +210,20 @@ class OrbitServingChat(OpenAIServingChat):
         return await self.with_pixels(request, partial(self.online_renderer.render_chat, request, skip_mm_cache=True))
 
     async def with_pixels(self, request: ChatCompletionRequest, render: Callable[[], Awaitable[Any]]) -> Any:
-        """Call `render` with the pixels of those of the request's images that need them."""
+        """Call `render`, before the deadline, with the pixels of those of the request's images that need them."""
         whole = request.messages
         cache = self.renderer._mm_processor_only_cache
         if cache is not None:  # images that vLLM has processed need not be decoded
             request.messages = _only_named(whole, lambda uuid: cache.is_cached([uuid])[0])
         try:
-            return await render()
-        except ValueError as missing:
-            if not str(missing).startswith("Cache miss"):
-                raise
-            request.messages = whole  # an image left the cache just now
-            return await render()
+            async with before_deadline(current_trace().received, self.engine_client.request_timeout_s):
+                try:
+                    return await render()
+                except ValueError as missing:
+                    if not str(missing).startswith("Cache miss"):
+                        raise
+                    request.messages = whole  # an image left the cache just now
+                    return await render()
         finally:
             request.messages = _only_named(whole, lambda uuid: True)  # vLLM holds the request until its last token
             for part in parts_of(whole, *PIXELS):

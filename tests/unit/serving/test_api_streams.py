@@ -107,7 +107,9 @@ class Chat(OrbitServingChat):
         self._prefixes, self._max_characters = Prefixes(SimpleNamespace(encode=lambda text, **_: [])), 1000
         self._media: Any = SimpleNamespace(resolve_messages=self._resolved)
         self._documents: Any = SimpleNamespace(marked=lambda _: [])
-        self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(
+            orderer=PatchAwareOrderer(), prefetch=lambda *_: None, request_timeout_s=None
+        )
 
     async def _resolved(self, messages: list[Any], *_: str | None) -> list[Any]:
         return messages
