@@ -87,14 +87,30 @@ _UNSUPPORTED_COMPLETION = {
 class OrbitServingCompletion(OpenAIServingCompletion):
     """vLLM's completion handler; prompts are text or token ids and go the same way as chats."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._max_characters = self.model_config.max_model_len * self.renderer.get_tokenizer().max_chars_per_token
+
     async def create_completion(self, request: CompletionRequest, raw_request: Request | None = None) -> Any:
         """Refuse what the decode engine cannot know, then answer as vLLM does."""
         answering(raw_request)
         refuse_unsupported(request, _UNSUPPORTED_COMPLETION)
+        prompts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+        for text in (*prompts, request.suffix):
+            if isinstance(text, str):
+                _refuse_longer_text(text, self._max_characters)
         options = parse_options((request.model_extra or {}).get("orbit"))
         set_trace(RequestTrace(options, raw_request.state.tenant if raw_request is not None else "local"))
         answer = await super().create_completion(request, raw_request)
         return await opened(answer) if isinstance(answer, AsyncGenerator) else answer
+
+
+def _refuse_longer_text(text: str, most: int) -> None:
+    """Raise InvalidRequest for more text than a prompt can hold: vLLM would tokenise it all where it may cut it."""
+    if len(text) > most:
+        raise InvalidRequest(
+            f"the prompt has {len(text)} characters; the longest has at most {most}", parameter="prompt"
+        )
 
 
 class OrbitServingTokenization(ServingTokenization):
@@ -121,13 +137,11 @@ class OrbitServingTokenization(ServingTokenization):
         if isinstance(request, TokenizeChatRequest):
             refuse_unsupported(request, UNSUPPORTED)
             messages = readable(request.messages)
-            refuse_longer(messages, fixed_prefix(messages, request), self._max_characters)
+            prefix = fixed_prefix(messages, request)
+            refuse_longer(messages, prefix, self._max_characters, request.chat_template_kwargs)
             request.messages = await self._media.resolve_messages(messages, raw_request.state.tenant)
-        elif len(request.prompt) > self._max_characters:
-            raise InvalidRequest(
-                f"the prompt has {len(request.prompt)} characters; the longest has at most {self._max_characters}",
-                parameter="prompt",
-            )
+        else:
+            _refuse_longer_text(request.prompt, self._max_characters)
         return await super().create_tokenize(request, raw_request)
 
     async def create_detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from itertools import dropwhile, takewhile
 from typing import Any
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -123,7 +123,7 @@ class OrbitServingChat(OpenAIServingChat):
         options, tenant = trace.options, trace.tenant
         messages = readable(request.messages)
         prefix = fixed_prefix(messages, request)
-        refuse_longer(messages, prefix, self._max_characters)
+        refuse_longer(messages, prefix, self._max_characters, request.chat_template_kwargs)
         if options.retrieve is not None:
             messages = await retrieved(messages, tenant, options.retrieve, self._retrieval, self._media, trace)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
@@ -365,12 +365,16 @@ def _only_named(messages: list[Any], which: Callable[[str], bool]) -> list[Any]:
     ]
 
 
-def refuse_longer(messages: list[dict[str, Any]], prefix: str, most: int) -> None:
+def refuse_longer(
+    messages: list[dict[str, Any]], prefix: str, most: int, variables: Mapping[str, Any] | None = None
+) -> None:
     """Raise InvalidRequest for more text than a prompt can hold, before anything is spent on it.
 
-    `prefix`: see `fixed_prefix`.
+    `prefix`: see `fixed_prefix`. `variables`: what the request gives to the chat template.
     """
-    characters = len(prefix) + sum(map(_characters, dropwhile(leads, messages)))
+    fields = [{name: value for name, value in message.items() if name != "content"} for message in messages]
+    contents = sum(map(_characters, dropwhile(leads, messages)))
+    characters = len(prefix) + contents + _characters_within([*fields, variables])
     if characters > most:
         raise InvalidRequest(
             f"the messages and tools have {characters} characters; the model's longest prompt has at most {most}",
@@ -384,6 +388,22 @@ def _characters(message: dict[str, Any]) -> int:
         return len(content)
     texts = (part.get(kind) for part in content if isinstance(part, dict) for kind in _TEXTS)
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _characters_within(value: Any) -> int:
+    """Characters of all strings in a value, however deep."""
+    found, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            found += len(one)
+        elif isinstance(one, BaseModel):
+            left += vars(one).values()
+        elif isinstance(one, Mapping):
+            left += (*one.keys(), *one.values())
+        elif isinstance(one, list | tuple):
+            left += one
+    return found
 
 
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest | TokenizeChatRequest) -> str:

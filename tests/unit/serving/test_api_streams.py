@@ -121,7 +121,7 @@ class Completion(OrbitServingCompletion):
     enable_force_include_usage = False
 
     def __init__(self) -> None:
-        pass
+        self._max_characters = 1000
 
 
 @pytest.fixture
@@ -256,3 +256,12 @@ async def test_a_completions_options_are_those_of_its_prompts(
     monkeypatch.setattr("serving.api.app.set_trace", traces.append)
     assert (await post(app, "/v1/completions", orbit={"mode": "off"})).status_code == 200
     assert [trace.report.mode for trace in traces] == ["off"]
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "x" * 1001}, {"prompt": ["x", "x" * 1001]}, {"suffix": "x" * 1001}])
+async def test_more_text_than_a_prompt_holds_is_refused_also_where_it_would_be_cut(
+    app: FastAPI, outputs: Events, fields: dict[str, Any]
+):
+    answer = await post(app, "/v1/completions", truncate_prompt_tokens=5, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert "1001 characters; the longest has at most 1000" in answer.json()["error"]["message"]

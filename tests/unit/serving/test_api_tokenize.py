@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,8 @@ async def test_a_prompt_of_text_goes_on_as_it_is(tokenization: Tokenization):
 
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 100}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "a" * 100})}}
+ONE_LETTER = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
@@ -137,9 +140,12 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 100}}
         ("/tokenize", {"prompt": "x" * 101}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 60}] * 2}, "messages"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x", "reasoning": "r" * 100}]}, "messages"),
+        ("/tokenize", {**ONE_LETTER, "chat_template_kwargs": {"day": "d" * 100}}, "messages"),
         ("/detokenize", {"tokens": [1] * 5}, "tokens"),
     ],
-    ids=["text", "chat", "tools", "tokens"],
+    ids=["text", "chat", "tools", "call", "reasoning", "variables", "tokens"],
 )
 async def test_more_than_a_prompt_can_hold_is_refused_before_anything_is_done(
     tokenization: Tokenization, path: str, body: dict[str, Any], parameter: str
