@@ -251,6 +251,8 @@ class LinkedEngineClient(EngineOverRoles):
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         """`_round`, observed at its end unless it is the first: that one's report is the answer's."""
+        if trace is first and trace.tool is not None and trace.tool.is_forced:
+            options = {**options, "reasoning_ended": True}  # else its grammar would hold behind a reasoning alone
         try:
             async with aclosing(self._round(segments, params, request_id, trace, options)) as outputs:
                 async for output in outputs:

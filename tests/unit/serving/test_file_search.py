@@ -51,6 +51,7 @@ class Scripted(Roles):
     def __init__(self, texts: Sequence[str]) -> None:
         super().__init__()
         self.texts, self.tokenizer, self.end = list(texts), None, 0
+        self.options: list[dict[str, Any]] = []  # of generations
 
     def said(self, text: str) -> list[int]:
         assert self.tokenizer is not None
@@ -59,6 +60,7 @@ class Scripted(Roles):
     async def generate(
         self, token_ids: list[int], transfer: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
+        self.options.append(options)
         self.generated.append((token_ids, params))
         text = self.texts.pop(0)
         ids = self.said(text)
@@ -127,7 +129,7 @@ class Service:
 
     def says(self, *texts: str) -> None:
         self.roles.texts, self.roles.linked, self.roles.generated = list(texts), [], []
-        self.roles.prefetched = []
+        self.roles.prefetched, self.roles.options = [], []
 
     async def ask(self, question: str = "What mixes fuel?", tools: Sequence[Any] = (), **fields: Any) -> Any:
         tool: Any = {"type": "file_search", "vector_store_ids": [self.store], "max_num_results": 1}
@@ -215,6 +217,7 @@ async def test_a_forced_search_takes_a_call_without_markup_and_hides_it(service:
     forced, free = (params for _, params in service.roles.generated)
     assert json.loads(forced.structured_outputs.json)["required"] == ["query"]
     assert free.structured_outputs is None
+    assert [options["reasoning_ended"] for options in service.roles.options] == [True, None]
 
 
 async def test_a_bad_call_is_told_so_and_a_fifth_search_ends_the_answer(service: Service):
