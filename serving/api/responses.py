@@ -134,6 +134,9 @@ class OrbitServingResponses(OpenAIServingResponses):
             messages=[{"role": "user", "content": "."}], chat_template_kwargs=request.chat_template_kwargs, **fields
         )
         chat.messages = messages
+        chat.reasoning_effort = None if request.reasoning is None else request.reasoning.effort
+        if functions and request.tool_choice == "required":
+            chat.tool_choice, chat.structured_outputs = "required", request.extract_structured_outputs()
         return chat
 
     async def _render_resolved_response_inputs(

@@ -369,6 +369,60 @@ async def test_responses_stream_their_searches(service: Service):
     assert final.output[1].content[0].annotations[0].file_id == service.file
 
 
+TURN: Any = {"type": "function", "function": {"name": "turn", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_required_is_made_once_and_then_the_answer_may_be_words(service: Service, stream: bool):
+    service.says(call("carburettor"), "The carburettor [1].")
+    answer_schema: Any = {"type": "json_schema", "json_schema": {"name": "words", "schema": {"type": "string"}}}
+    answer = await service.ask(tools=[TURN], tool_choice="required", response_format=answer_schema, stream=stream)
+    if stream:
+        events = [event async for event in answer]
+        text = "".join(event.choices[0].delta.content or "" for event in events)
+        assert not any(event.choices[0].delta.tool_calls for event in events)
+        finish = events[-1].choices[0].finish_reason
+    else:
+        (choice,) = answer.choices
+        assert not choice.message.tool_calls
+        text, finish = choice.message.content, choice.finish_reason
+    assert (text, finish) == ("The carburettor [1].", "stop")
+    required, free = (params.structured_outputs for _, params in service.roles.generated)
+    assert required != free
+    assert free.json == {"type": "string"}
+
+
+async def test_a_response_that_must_call_a_tool_may_answer_in_words_behind_its_search(service: Service):
+    service.says(call("carburettor"), "The carburettor [1].")
+    own: Any = {"type": "function", "name": "turn", "parameters": {"type": "object", "properties": {}}, "strict": True}
+    answer = await service.sdk().responses.create(
+        model=MODEL, input="What mixes fuel?", tools=[file_search(service), own], tool_choice="required"
+    )
+    assert [item.type for item in answer.output] == ["file_search_call", "message"]
+    assert answer.output_text == "The carburettor [1]."
+    assert service.roles.generated[1][1].structured_outputs is None
+
+
+async def test_the_effort_of_reasoning_is_that_of_all_rounds(service: Service, monkeypatch: pytest.MonkeyPatch):
+    efforts: list[Any] = []
+    renderer = service.app.state.openai_serving_chat.online_renderer
+    render = renderer.render_chat
+
+    async def noted(request: Any, **options: Any) -> Any:
+        efforts.append(request.reasoning_effort)
+        return await render(request, **options)
+
+    monkeypatch.setattr(renderer, "render_chat", noted)
+    service.says(call("carburettor"), "Done.")
+    await service.ask(reasoning_effort="low")
+    service.says(call("carburettor"), "Done.")
+    await service.sdk().responses.create(
+        model=MODEL, input="What mixes fuel?", tools=[file_search(service)], reasoning={"effort": "low"}
+    )
+    assert len(efforts) >= 4
+    assert set(efforts) == {"low"}
+
+
 async def test_responses_take_files_and_refuse_what_is_stored(service: Service):
     service.says("Three pages.")
     part: Any = {"type": "input_file", "file_id": service.file}
