@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -231,26 +232,27 @@ class OrbitServingChat(OpenAIServingChat):
 
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""
-        content = ""
+        contents = defaultdict[int, str](str)
         async with aclosing(events):
             async for event in events:
                 if trace.report.retrieval is not None or trace.tool is not None:
-                    content += _content_of(event)
-                yield with_report(event, trace, content)
+                    for choice, content in _contents_of(event):
+                        contents[choice] += content
+                yield with_report(event, trace, contents)
 
 
-def _content_of(event: str) -> str:
-    """Text that an event adds to an answer."""
+def _contents_of(event: str) -> list[tuple[int, str]]:
+    """Texts that an event adds to the choices of an answer."""
     if '"content":"' not in event:
-        return ""
-    choices = json.loads(event[len("data: ") :]).get("choices")
-    return (choices[0]["delta"].get("content") or "") if choices else ""
+        return []
+    choices = json.loads(event[len("data: ") :]).get("choices") or ()
+    return [(choice["index"], choice["delta"].get("content") or "") for choice in choices]
 
 
-def with_report(event: str, trace: RequestTrace, content: str = "") -> str:
+def with_report(event: str, trace: RequestTrace, contents: Mapping[int, str]) -> str:
     """A server-sent event, with the `orbit` report if it is one of the stream's last.
 
-    `content`: the answer's text, of which the citations stand in the event that ends it.
+    `contents`: texts of the answer's choices, whose citations stand in the events that end them.
     """
     if not event.startswith("data: {") or ('"finish_reason":"' not in event and '"usage":{' not in event):
         return event
@@ -263,8 +265,10 @@ def with_report(event: str, trace: RequestTrace, content: str = "") -> str:
         return event
     if is_last:
         document["orbit"] = trace.document()
-        if choices and (cited := citations(content, trace.report.retrieval)):
-            choices[0]["delta"]["annotations"] = cited
+        for choice in choices or ():
+            cited = citations(contents.get(choice.get("index")), trace.report.retrieval)
+            if choice.get("finish_reason") and cited:
+                choice["delta"]["annotations"] = cited
     return f"data: {json.dumps(document, separators=(',', ':'), ensure_ascii=False)}\n\n"
 
 

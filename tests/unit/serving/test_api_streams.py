@@ -6,6 +6,7 @@ vLLM's own generators turn the engine's outputs, and its errors, into events.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from serving.api.prefix import Prefixes
 from serving.api.streams import opened
 from serving.api_keys import KeyRing
 from serving.frontend.errors import DeadlineExceeded, OverloadedError
+from serving.frontend.report import FoundReport, RequestTrace, RetrievalReport
 from serving.placement.orderer import PatchAwareOrderer
 
 EVENTS = ['data: {"id":"1"}\n\n', 'data: {"id":"2","choices":[{"finish_reason":"stop"}]}\n\n', "data: [DONE]\n\n"]
@@ -265,3 +267,17 @@ async def test_more_text_than_a_prompt_holds_is_refused_also_where_it_would_be_c
     answer = await post(app, "/v1/completions", truncate_prompt_tokens=5, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
     assert "1001 characters; the longest has at most 1000" in answer.json()["error"]["message"]
+
+
+async def test_each_choice_has_the_citations_of_its_own_text():
+    def event(index: int, content: str, finish: str | None = None) -> str:
+        choice = {"index": index, "delta": {"content": content}, "finish_reason": finish}
+        return f"data: {json.dumps({'choices': [choice]}, separators=(',', ':'))}\n\n"
+
+    trace = RequestTrace()
+    found = [FoundReport(chunk=n, file_id=f"file-{n}", filename="a.pdf", score=1) for n in (0, 1)]
+    trace.report.retrieval = RetrievalReport(query="words", results=found, stages_ms={})
+    events = Events(event(0, "See [1]."), event(1, "See [2]."), event(0, "", "stop"), event(1, "", "stop"))
+    told = [json.loads(one[len("data: ") :])["choices"][0] for one in await read(Chat()._reported(events(), trace))]
+    cited = [[one["file_id"] for one in choice["delta"].get("annotations", ())] for choice in told]
+    assert cited == [[], [], ["file-0"], ["file-1"]]
