@@ -198,8 +198,8 @@ class HttpSettings(Settings):
     max_concurrent_requests: int = Field(
         256,
         ge=1,
-        description="POST requests in progress on one ingress replica: generations, tokenisations, uploads; further "
-        "ones are answered 429.",
+        description="Requests in progress on one ingress replica: generations, tokenisations, uploads, downloads of "
+        "files and pages; further ones are answered 429.",
     )
     body_timeout_s: float = Field(
         120.0, gt=0, description="Time allowed for a request's body to come; what takes longer is answered 408."

@@ -43,6 +43,13 @@ def api(
             await app.state.gate.wait()
         return {"tenant": request.state.tenant, "bytes": len(body)}
 
+    @app.get("/v1/files/{file}/content")
+    @app.get("/v1/vector_stores/{store}/files/{file}/content")
+    @app.get("/v1/orbit/files/{file}/pages/{page}")
+    async def download() -> dict:
+        await app.state.gate.wait()
+        return {}
+
     @app.get("/metrics")
     @app.get("/health")
     async def health() -> dict:
@@ -245,6 +252,20 @@ async def test_tokenisation_and_uploads_take_a_place_but_are_no_generation_reque
         if "orbitserve_requests_total{" in line
     ]
     assert counted == ['orbitserve_requests_total{status="429"} 1.0']
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files/a/content", "/v1/vector_stores/vs/files/a/content", "/v1/orbit/files/a/pages/1"]
+)
+async def test_downloads_of_files_and_pages_take_a_place(path: str):
+    app = api(http=limits(at_once=1))
+    async with client(app) as c:
+        held = asyncio.create_task(c.get(path))
+        await asyncio.sleep(0.05)
+        assert [(await c.request(method, path)).status_code for method in ("GET", "HEAD")] == [429, 429]
+        assert (await c.get("/v1/models")).status_code == 200
+        app.state.gate.set()
+        assert (await held).status_code == 200
 
 
 async def test_a_cancelled_request_gives_its_place_back():
