@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.api.errors import error_body, too_many
+from serving.api.errors import error_body, retry_after, too_many
 from serving.api.metrics import Metrics
 from serving.api_keys import KeyRing
 from serving.frontend.errors import OverloadedError, RateLimited
@@ -131,8 +131,15 @@ class _BodyTooSlow(HTTPException):
         super().__init__(HTTPStatus.REQUEST_TIMEOUT, f"the request body did not come within {seconds:g} s")
 
 
+class _TooManyBytes(HTTPException):
+    """Body that is too much beside those of the other requests; raised like `_BodyTooLarge`."""
+
+    def __init__(self, error: OverloadedError) -> None:
+        super().__init__(error.http_status, error.message, retry_after(error))
+
+
 class Limit:
-    """Middleware that bounds request bodies: their size, their time, those in progress.
+    """Middleware that bounds request bodies: their size, their time, those in progress, and their bytes in all.
 
     One too many is answered 429 with Retry-After.
 
@@ -156,6 +163,7 @@ class Limit:
         self._max_upload = min(http.max_body_bytes, (max_file or http.max_file_bytes) + _UPLOAD_ENVELOPE)
         self._max_other = min(http.max_body_bytes, _OTHER_BODY)
         self._body_timeout = http.body_timeout_s
+        self._max_bodies, self._bodies = http.max_bodies_bytes, 0  # bytes of all requests in progress
         self._metrics, self._limits = metrics, limits
         self._running = Counter[str]()  # by tenant
         self._most_of_one = most_of_one or self._max_concurrent
@@ -234,9 +242,12 @@ class Limit:
                     message = await receive()
             except TimeoutError as error:
                 raise _BodyTooSlow(self._body_timeout) from error
-            taken, whole = taken + len(message.get("body", b"")), not message.get("more_body", False)
+            size, whole = len(message.get("body", b"")), not message.get("more_body", False)
+            taken, self._bodies = taken + size, self._bodies + size
             if taken > max_body:
                 raise _BodyTooLarge(max_body)
+            if (busy := self._too_many_bytes(taken, 0)) is not None:
+                raise _TooManyBytes(busy)
             return message
 
         announced = Headers(scope=scope).get("content-length", "0")
@@ -244,4 +255,17 @@ class Limit:
             error = _BodyTooLarge(max_body)
             await JSONResponse(error_body(error.detail, HTTPStatus(error.status_code)), 413)(scope, receive, send)
             return
-        await self._app(scope, bounded, send)
+        if announced.isdigit() and (busy := self._too_many_bytes(0, int(announced))) is not None:
+            await too_many(busy)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._bodies -= taken
+
+    def _too_many_bytes(self, own: int, more: int) -> OverloadedError | None:
+        """The refusal of a body of `own` bytes and `more` to come, if it is too much beside those of other requests."""
+        others = self._bodies - own
+        if not others or not own + more or self._bodies + more <= self._max_bodies:
+            return None
+        return OverloadedError(f"requests in progress have {others} bytes already; try again later")
