@@ -281,3 +281,22 @@ async def test_each_choice_has_the_citations_of_its_own_text():
     told = [json.loads(one[len("data: ") :])["choices"][0] for one in await read(Chat()._reported(events(), trace))]
     cited = [[one["file_id"] for one in choice["delta"].get("annotations", ())] for choice in told]
     assert cited == [[], [], ["file-0"], ["file-1"]]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("retrieve", {"vector_store_ids": ["vs_1"]}),
+        ("pages", "1"),
+        ("video", {"segment_seconds": 4}),
+        ("order", "free"),
+        ("explain", True),
+    ],
+)
+async def test_a_completion_refuses_options_that_chats_alone_heed(
+    app: FastAPI, outputs: Events, option: str, value: Any
+):
+    answer = await post(app, "/v1/completions", orbit={option: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"orbit.{option}")
+    heeded = await post(app, "/v1/completions", orbit={"mode": "exact", "order": "fixed", "explain": False})
+    assert heeded.status_code == 200

@@ -30,6 +30,7 @@ from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
 from serving.api_keys import KeyRing
 from serving.frontend.documents import Documents, Mark
+from serving.frontend.video_options import VideoOptions
 from serving.settings import ApiKey, HttpSettings
 
 
@@ -172,3 +173,35 @@ async def test_a_chats_tool_calls_are_a_list_for_all_that_read_them(tokenization
     assert (await post(tokenization, messages=messages)).status_code == 200
     (asked,) = tokenization.asked
     assert asked.messages[0]["tool_calls"] == [call]
+
+
+async def test_pages_and_videos_are_chosen_as_for_an_answer(
+    tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
+):
+    chosen: list[Any] = []
+
+    async def resolved(messages: list[Any], *how: Any) -> list[Any]:
+        chosen.append(how)
+        return messages
+
+    monkeypatch.setattr(tokenization._media, "resolve_messages", resolved)
+    orbit = {"pages": "2", "video": {"segment_seconds": 4}, "explain": True}
+    assert (await post(tokenization, **ONE_LETTER, orbit=orbit)).status_code == 200
+    assert chosen == [("acme", "2", VideoOptions(segment_seconds=4))]
+
+
+@pytest.mark.parametrize(
+    ("body", "option", "value"),
+    [
+        (ONE_LETTER, "retrieve", {"vector_store_ids": ["vs_1"]}),
+        (ONE_LETTER, "order", "free"),
+        ({"prompt": "x"}, "pages", "1"),
+        ({"prompt": "x"}, "video", {"segment_seconds": 4}),
+    ],
+)
+async def test_an_option_that_would_change_the_prompt_is_refused(
+    tokenization: Tokenization, body: dict[str, Any], option: str, value: Any
+):
+    answer = await post(tokenization, **body, orbit={option: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"orbit.{option}")
+    assert tokenization.asked == []
