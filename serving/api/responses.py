@@ -96,6 +96,7 @@ class OrbitServingResponses(OpenAIServingResponses):
         refuse_unsupported(request, _UNSUPPORTED)
         if request.truncation == "auto":
             raise InvalidRequest("truncation: a prompt is not cut here; send less", parameter="truncation")
+        request.truncation = "disabled"  # null would have vLLM cut the prompt
         for i, tool in enumerate(request.tools):
             if tool.type not in _TOOLS:
                 raise InvalidRequest(f"tools[{i}]: {tool.type!r} is not offered here", parameter=f"tools[{i}]")

@@ -436,6 +436,16 @@ async def test_responses_take_files_and_refuse_what_is_stored(service: Service):
             await service.sdk().responses.create(model=MODEL, input="?", **fields)  # type: ignore[arg-type]
 
 
+async def test_a_responses_prompt_is_never_cut(service: Service):
+    service.says("Yes.")
+    answer = await service.sdk().responses.create(model=MODEL, input="?", extra_body={"truncation": None})
+    assert answer.truncation == "disabled"
+    service.says("Never.")
+    with pytest.raises(openai.BadRequestError, match="4096"):
+        await service.sdk().responses.create(model=MODEL, input="x" * 5000, extra_body={"truncation": None})
+    assert service.roles.linked == []
+
+
 async def test_a_streamed_response_that_fails_at_once_has_a_status_and_later_an_event(service: Service):
     service.says("never")
     service.roles.failures["link"] = [Overloaded("the queue is full")]
