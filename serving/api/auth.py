@@ -28,7 +28,7 @@ _SEARCH = re.compile(r"/v1/vector_stores/[^/]+/search")  # whose queries may hav
 # Of a chat /tokenize fetches, decodes and processes all images; both run where all prompts are rendered.
 _TOKENISING_PATHS = frozenset({"/tokenize", "/detokenize"})
 # Files that are read whole into memory, pages that are drawn.
-_DOWNLOAD = re.compile(r"/v1/(vector_stores/[^/]+/)?files/[^/]+/content|/v1/orbit/files/[^/]+/pages/[^/]+")
+DOWNLOAD = re.compile(r"/v1/(vector_stores/[^/]+/)?files/[^/]+/content|/v1/orbit/files/[^/]+/pages/[^/]+")
 _UPLOAD_PATH = "/v1/files"
 _UPLOAD_ENVELOPE = 64 * 1024  # bytes of an upload's body that are not the file: field names, boundaries, file name
 _OTHER_BODY = 4 << 20  # bytes: a vector store of the most files there may be, with attributes of 2 KiB each
@@ -173,7 +173,7 @@ class Limit:
             await self._app(scope, receive, send)
             return
         path = _route(scope)
-        is_counted = scope["method"] == "POST" or _DOWNLOAD.fullmatch(path)
+        is_counted = scope["method"] == "POST" or DOWNLOAD.fullmatch(path)
         if not is_counted or path in OPEN_PATHS:  # open ones have no tenant
             await self._bounded(scope, receive, send, self._max_other)
         elif path in _GENERATING_PATHS:
