@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from openai.types.responses import (
+    FunctionTool,
     ResponseErrorEvent,
     ResponseFileSearchCallCompletedEvent,
     ResponseFileSearchCallInProgressEvent,
@@ -31,7 +32,7 @@ from vllm.utils import random_uuid
 
 from serving.api.chat import OrbitServingChat, readable, refuse_unsupported
 from serving.api.client_disconnect import answering
-from serving.api.file_search import NAME, FileSearch, take_tool
+from serving.api.file_search import FUNCTION, NAME, FileSearch, take_tool
 from serving.api.retrieval import Result
 from serving.api.retrieve import citations
 from serving.frontend.errors import InvalidRequest
@@ -51,6 +52,7 @@ _UNSUPPORTED = {
     "cache_salt": "not supported: content is salted by tenant",
 }
 _TOOLS = ("function", "custom", "namespace", NAME)
+_FUNCTION = FunctionTool.model_validate({"type": "function", "strict": False, **FUNCTION["function"]})
 
 
 class OrbitResponsesRequest(ResponsesRequest):
@@ -147,16 +149,21 @@ class OrbitServingResponses(OpenAIServingResponses):
         chat, renderer = request._chat, self.online_renderer
 
         async def render() -> Any:
-            return await renderer.preprocess_chat(
-                request,
-                chat.messages,
-                default_template=self.chat_template,
-                default_template_content_format=self.chat_template_content_format,
-                default_template_kwargs=renderer.effective_chat_template_kwargs(request),
-                tool_dicts=[tool.model_dump() for tool in chat.tools] if chat.tools else None,
-                parser=renderer.parser,
-                skip_mm_cache=True,
-            )
+            tools = request.tools
+            request.tools = [_FUNCTION if tool.type == NAME else tool for tool in tools]  # for the grammar of calls
+            try:
+                return await renderer.preprocess_chat(
+                    request,
+                    chat.messages,
+                    default_template=self.chat_template,
+                    default_template_content_format=self.chat_template_content_format,
+                    default_template_kwargs=renderer.effective_chat_template_kwargs(request),
+                    tool_dicts=[tool.model_dump() for tool in chat.tools] if chat.tools else None,
+                    parser=renderer.parser,
+                    skip_mm_cache=True,
+                )
+            finally:
+                request.tools = tools
 
         _, prompts = await self._chat_handler.with_pixels(chat, render)
         return renderer._responses_render_result(chat.messages, prompts)

@@ -142,7 +142,7 @@ ONE_LETTER = {"messages": [{"role": "user", "content": "x"}]}
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 60}] * 2}, "messages"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, "messages"),
         ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x", "reasoning": "r" * 100}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "assistant", "content": "x", "reasoning": "r" * 100}]}, "messages"),
         ("/tokenize", {**ONE_LETTER, "chat_template_kwargs": {"day": "d" * 100}}, "messages"),
         ("/detokenize", {"tokens": [1] * 5}, "tokens"),
     ],
