@@ -172,6 +172,12 @@ class HttpSettings(Settings):
     host: str = Field("127.0.0.1", description="Address of Ray Serve's proxy.")
     port: int = Field(8000, ge=1, le=65535, description="Port of Ray Serve's proxy.")
     max_body_bytes: int = Field(128 * MIB, ge=1, description="Largest request body; larger ones are answered 413.")
+    max_bodies_bytes: int = Field(
+        2048 * MIB,
+        ge=1,
+        description="Most bytes of the bodies of all requests in progress on one ingress replica; a further one is "
+        "answered 429, unless it is alone.",
+    )
     max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent or uploaded.")
     max_document_bytes: int = Field(1 * MIB, ge=1, description="Largest single text document, as sent or uploaded.")
     max_image_pixels: int = Field(
@@ -198,8 +204,8 @@ class HttpSettings(Settings):
     max_concurrent_requests: int = Field(
         256,
         ge=1,
-        description="POST requests in progress on one ingress replica: generations, tokenisations, uploads; further "
-        "ones are answered 429.",
+        description="Requests in progress on one ingress replica: generations, tokenisations, uploads, downloads of "
+        "files and pages; further ones are answered 429.",
     )
     body_timeout_s: float = Field(
         120.0, gt=0, description="Time allowed for a request's body to come; what takes longer is answered 408."

@@ -71,7 +71,7 @@ from serving.frontend.engine_client import LinkedEngineClient
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.fair_queue import FairQueue
 from serving.frontend.rate_limits import RateLimits
-from serving.frontend.report import RequestTrace, parse_options, set_trace
+from serving.frontend.report import OrbitOptions, RequestTrace, parse_options, set_trace
 from serving.retrieval.protocol import RetrieverRole
 
 _UNSUPPORTED_COMPLETION = {
@@ -82,19 +82,48 @@ _UNSUPPORTED_COMPLETION = {
     "kv_transfer_params": "kv_transfer_params belongs to the server",
     "cache_salt": "cache_salt is not supported: content is salted by tenant",
 }
+_OF_CHATS = ("retrieve", "pages", "video", "order", "explain")  # options that chats alone read
 
 
 class OrbitServingCompletion(OpenAIServingCompletion):
     """vLLM's completion handler; prompts are text or token ids and go the same way as chats."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._max_characters = self.model_config.max_model_len * self.renderer.get_tokenizer().max_chars_per_token
+
     async def create_completion(self, request: CompletionRequest, raw_request: Request | None = None) -> Any:
         """Refuse what the decode engine cannot know, then answer as vLLM does."""
         answering(raw_request)
         refuse_unsupported(request, _UNSUPPORTED_COMPLETION)
-        options = parse_options((request.model_extra or {}).get("orbit"))
+        prompts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+        for text in (*prompts, request.suffix):
+            if isinstance(text, str):
+                _refuse_longer_text(text, self._max_characters)
+        options = _options(request)
+        _refuse_options(options, _OF_CHATS, "a completion has no chunks")
         set_trace(RequestTrace(options, raw_request.state.tenant if raw_request is not None else "local"))
         answer = await super().create_completion(request, raw_request)
         return await opened(answer) if isinstance(answer, AsyncGenerator) else answer
+
+
+def _options(request: Any) -> OrbitOptions:
+    return parse_options((request.model_extra or {}).get("orbit"))
+
+
+def _refuse_options(options: OrbitOptions, names: Sequence[str], reason: str) -> None:
+    """Raise InvalidRequest for the first of these options that is set: nothing would heed it."""
+    for name in names:
+        if getattr(options, name) != getattr(OrbitOptions(), name):
+            raise InvalidRequest(f"orbit.{name}: {reason}", parameter=f"orbit.{name}")
+
+
+def _refuse_longer_text(text: str, most: int) -> None:
+    """Raise InvalidRequest for more text than a prompt can hold: vLLM would tokenise it all where it may cut it."""
+    if len(text) > most:
+        raise InvalidRequest(
+            f"the prompt has {len(text)} characters; the longest has at most {most}", parameter="prompt"
+        )
 
 
 class OrbitServingTokenization(ServingTokenization):
@@ -118,16 +147,18 @@ class OrbitServingTokenization(ServingTokenization):
             InvalidRequest: more text than a prompt can hold.
         """
         answering(raw_request)
+        options = _options(request)
         if isinstance(request, TokenizeChatRequest):
             refuse_unsupported(request, UNSUPPORTED)
+            _refuse_options(options, ("retrieve", "order"), "a chat is tokenised as it is sent")
             messages = readable(request.messages)
-            refuse_longer(messages, fixed_prefix(messages, request), self._max_characters)
-            request.messages = await self._media.resolve_messages(messages, raw_request.state.tenant)
-        elif len(request.prompt) > self._max_characters:
-            raise InvalidRequest(
-                f"the prompt has {len(request.prompt)} characters; the longest has at most {self._max_characters}",
-                parameter="prompt",
-            )
+            prefix = fixed_prefix(messages, request)
+            refuse_longer(messages, prefix, self._max_characters, request.chat_template_kwargs)
+            tenant = raw_request.state.tenant
+            request.messages = await self._media.resolve_messages(messages, tenant, options.pages, options.video)
+        else:
+            _refuse_options(options, _OF_CHATS, "a text has no chunks")
+            _refuse_longer_text(request.prompt, self._max_characters)
         return await super().create_tokenize(request, raw_request)
 
     async def create_detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.api.errors import error_body, too_many
+from serving.api.errors import error_body, retry_after, too_many
 from serving.api.metrics import Metrics
 from serving.api_keys import KeyRing
 from serving.frontend.errors import OverloadedError, RateLimited
@@ -27,6 +27,8 @@ _GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/r
 _SEARCH = re.compile(r"/v1/vector_stores/[^/]+/search")  # whose queries may have images
 # Of a chat /tokenize fetches, decodes and processes all images; both run where all prompts are rendered.
 _TOKENISING_PATHS = frozenset({"/tokenize", "/detokenize"})
+# Files that are read whole into memory, pages that are drawn.
+DOWNLOAD = re.compile(r"/v1/(vector_stores/[^/]+/)?files/[^/]+/content|/v1/orbit/files/[^/]+/pages/[^/]+")
 _UPLOAD_PATH = "/v1/files"
 _UPLOAD_ENVELOPE = 64 * 1024  # bytes of an upload's body that are not the file: field names, boundaries, file name
 _OTHER_BODY = 4 << 20  # bytes: a vector store of the most files there may be, with attributes of 2 KiB each
@@ -129,8 +131,15 @@ class _BodyTooSlow(HTTPException):
         super().__init__(HTTPStatus.REQUEST_TIMEOUT, f"the request body did not come within {seconds:g} s")
 
 
+class _TooManyBytes(HTTPException):
+    """Body that is too much beside those of the other requests; raised like `_BodyTooLarge`."""
+
+    def __init__(self, error: OverloadedError) -> None:
+        super().__init__(error.http_status, error.message, retry_after(error))
+
+
 class Limit:
-    """Middleware that bounds request bodies: their size, their time, those in progress.
+    """Middleware that bounds request bodies: their size, their time, those in progress, and their bytes in all.
 
     One too many is answered 429 with Retry-After.
 
@@ -154,6 +163,7 @@ class Limit:
         self._max_upload = min(http.max_body_bytes, (max_file or http.max_file_bytes) + _UPLOAD_ENVELOPE)
         self._max_other = min(http.max_body_bytes, _OTHER_BODY)
         self._body_timeout = http.body_timeout_s
+        self._max_bodies, self._bodies = http.max_bodies_bytes, 0  # bytes of all requests in progress
         self._metrics, self._limits = metrics, limits
         self._running = Counter[str]()  # by tenant
         self._most_of_one = most_of_one or self._max_concurrent
@@ -163,7 +173,8 @@ class Limit:
             await self._app(scope, receive, send)
             return
         path = _route(scope)
-        if scope["method"] != "POST" or path in OPEN_PATHS:  # these take no POST, and have no tenant
+        is_counted = scope["method"] == "POST" or DOWNLOAD.fullmatch(path)
+        if not is_counted or path in OPEN_PATHS:  # open ones have no tenant
             await self._bounded(scope, receive, send, self._max_other)
         elif path in _GENERATING_PATHS:
             await self._counted(scope, receive, send)
@@ -231,9 +242,12 @@ class Limit:
                     message = await receive()
             except TimeoutError as error:
                 raise _BodyTooSlow(self._body_timeout) from error
-            taken, whole = taken + len(message.get("body", b"")), not message.get("more_body", False)
+            size, whole = len(message.get("body", b"")), not message.get("more_body", False)
+            taken, self._bodies = taken + size, self._bodies + size
             if taken > max_body:
                 raise _BodyTooLarge(max_body)
+            if (busy := self._too_many_bytes(taken, 0)) is not None:
+                raise _TooManyBytes(busy)
             return message
 
         announced = Headers(scope=scope).get("content-length", "0")
@@ -241,4 +255,17 @@ class Limit:
             error = _BodyTooLarge(max_body)
             await JSONResponse(error_body(error.detail, HTTPStatus(error.status_code)), 413)(scope, receive, send)
             return
-        await self._app(scope, bounded, send)
+        if announced.isdigit() and (busy := self._too_many_bytes(0, int(announced))) is not None:
+            await too_many(busy)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._bodies -= taken
+
+    def _too_many_bytes(self, own: int, more: int) -> OverloadedError | None:
+        """The refusal of a body of `own` bytes and `more` to come, if it is too much beside those of other requests."""
+        others = self._bodies - own
+        if not others or not own + more or self._bodies + more <= self._max_bodies:
+            return None
+        return OverloadedError(f"requests in progress have {others} bytes already; try again later")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from itertools import dropwhile, takewhile
 from typing import Any
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -31,9 +32,10 @@ from serving.api.prefix import Prefixes, leads, tools_text
 from serving.api.retrieval import Retrieval
 from serving.api.retrieve import citations, number_chunks, retrieved
 from serving.api.streams import opened
+from serving.frontend.bounded_outputs import before_deadline
 from serving.frontend.documents import Documents
 from serving.frontend.errors import InvalidRequest
-from serving.frontend.report import RequestTrace, parse_options, set_trace
+from serving.frontend.report import RequestTrace, current_trace, parse_options, set_trace
 from serving.frontend.rounds_parser import RoundsParser
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
@@ -111,11 +113,18 @@ class OrbitServingChat(OpenAIServingChat):
         """Resolve a request's messages, order their chunks, and begin to load these.
 
         The trace becomes the current one of this task.
+
+        Raises:
+            DeadlineExceeded: that took longer than the whole answer may.
         """
+        async with before_deadline(trace.received, self.engine_client.request_timeout_s):
+            await self._prepare(request, trace)
+
+    async def _prepare(self, request: ChatCompletionRequest, trace: RequestTrace) -> None:
         options, tenant = trace.options, trace.tenant
         messages = readable(request.messages)
         prefix = fixed_prefix(messages, request)
-        refuse_longer(messages, prefix, self._max_characters)
+        refuse_longer(messages, prefix, self._max_characters, request.chat_template_kwargs)
         if options.retrieve is not None:
             messages = await retrieved(messages, tenant, options.retrieve, self._retrieval, self._media, trace)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
@@ -202,18 +211,20 @@ class OrbitServingChat(OpenAIServingChat):
         return await self.with_pixels(request, partial(self.online_renderer.render_chat, request, skip_mm_cache=True))
 
     async def with_pixels(self, request: ChatCompletionRequest, render: Callable[[], Awaitable[Any]]) -> Any:
-        """Call `render` with the pixels of those of the request's images that need them."""
+        """Call `render`, before the deadline, with the pixels of those of the request's images that need them."""
         whole = request.messages
         cache = self.renderer._mm_processor_only_cache
         if cache is not None:  # images that vLLM has processed need not be decoded
             request.messages = _only_named(whole, lambda uuid: cache.is_cached([uuid])[0])
         try:
-            return await render()
-        except ValueError as missing:
-            if not str(missing).startswith("Cache miss"):
-                raise
-            request.messages = whole  # an image left the cache just now
-            return await render()
+            async with before_deadline(current_trace().received, self.engine_client.request_timeout_s):
+                try:
+                    return await render()
+                except ValueError as missing:
+                    if not str(missing).startswith("Cache miss"):
+                        raise
+                    request.messages = whole  # an image left the cache just now
+                    return await render()
         finally:
             request.messages = _only_named(whole, lambda uuid: True)  # vLLM holds the request until its last token
             for part in parts_of(whole, *PIXELS):
@@ -221,26 +232,27 @@ class OrbitServingChat(OpenAIServingChat):
 
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""
-        content = ""
+        contents = defaultdict[int, str](str)
         async with aclosing(events):
             async for event in events:
                 if trace.report.retrieval is not None or trace.tool is not None:
-                    content += _content_of(event)
-                yield with_report(event, trace, content)
+                    for choice, content in _contents_of(event):
+                        contents[choice] += content
+                yield with_report(event, trace, contents)
 
 
-def _content_of(event: str) -> str:
-    """Text that an event adds to an answer."""
+def _contents_of(event: str) -> list[tuple[int, str]]:
+    """Texts that an event adds to the choices of an answer."""
     if '"content":"' not in event:
-        return ""
-    choices = json.loads(event[len("data: ") :]).get("choices")
-    return (choices[0]["delta"].get("content") or "") if choices else ""
+        return []
+    choices = json.loads(event[len("data: ") :]).get("choices") or ()
+    return [(choice["index"], choice["delta"].get("content") or "") for choice in choices]
 
 
-def with_report(event: str, trace: RequestTrace, content: str = "") -> str:
+def with_report(event: str, trace: RequestTrace, contents: Mapping[int, str]) -> str:
     """A server-sent event, with the `orbit` report if it is one of the stream's last.
 
-    `content`: the answer's text, of which the citations stand in the event that ends it.
+    `contents`: texts of the answer's choices, whose citations stand in the events that end them.
     """
     if not event.startswith("data: {") or ('"finish_reason":"' not in event and '"usage":{' not in event):
         return event
@@ -253,8 +265,10 @@ def with_report(event: str, trace: RequestTrace, content: str = "") -> str:
         return event
     if is_last:
         document["orbit"] = trace.document()
-        if choices and (cited := citations(content, trace.report.retrieval)):
-            choices[0]["delta"]["annotations"] = cited
+        for choice in choices or ():
+            cited = citations(contents.get(choice.get("index")), trace.report.retrieval)
+            if choice.get("finish_reason") and cited:
+                choice["delta"]["annotations"] = cited
     return f"data: {json.dumps(document, separators=(',', ':'), ensure_ascii=False)}\n\n"
 
 
@@ -355,12 +369,16 @@ def _only_named(messages: list[Any], which: Callable[[str], bool]) -> list[Any]:
     ]
 
 
-def refuse_longer(messages: list[dict[str, Any]], prefix: str, most: int) -> None:
+def refuse_longer(
+    messages: list[dict[str, Any]], prefix: str, most: int, variables: Mapping[str, Any] | None = None
+) -> None:
     """Raise InvalidRequest for more text than a prompt can hold, before anything is spent on it.
 
-    `prefix`: see `fixed_prefix`.
+    `prefix`: see `fixed_prefix`. `variables`: what the request gives to the chat template.
     """
-    characters = len(prefix) + sum(map(_characters, dropwhile(leads, messages)))
+    fields = [{name: value for name, value in message.items() if name != "content"} for message in messages]
+    contents = sum(map(_characters, dropwhile(leads, messages)))
+    characters = len(prefix) + contents + _characters_within([*fields, variables])
     if characters > most:
         raise InvalidRequest(
             f"the messages and tools have {characters} characters; the model's longest prompt has at most {most}",
@@ -374,6 +392,22 @@ def _characters(message: dict[str, Any]) -> int:
         return len(content)
     texts = (part.get(kind) for part in content if isinstance(part, dict) for kind in _TEXTS)
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _characters_within(value: Any) -> int:
+    """Characters of all strings in a value, however deep."""
+    found, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            found += len(one)
+        elif isinstance(one, BaseModel):
+            left += vars(one).values()
+        elif isinstance(one, Mapping):
+            left += (*one.keys(), *one.values())
+        elif isinstance(one, list | tuple):
+            left += one
+    return found
 
 
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest | TokenizeChatRequest) -> str:

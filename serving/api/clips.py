@@ -12,8 +12,10 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,12 +39,16 @@ _SAMPLE = 64  # pixels of a side
 _DEFAULT_FRAMES = 32  # vLLM's `VideoMediaIO`: most frames for models without a rule of their own
 
 
+def _is_short(pixels: int) -> bool:
+    return pixels <= SHORT
+
+
 @dataclass
 class Clip:
     """A video's part ready for vLLM's renderer, as `video_url` of a content part.
 
     `part`: form and number that its content id is made of. `indices` of frames in a video of constant rate; `frames` is
-    empty until it is decoded, while it has one of the `readers`.
+    empty until it is decoded, while it has one of the `readers`. `threads`: where it waits for one; None: anywhere.
     """
 
     content: str
@@ -53,6 +59,7 @@ class Clip:
     data: bytes = field(repr=False)
     frames: list[NDArray[np.uint8]] = field(default_factory=list, repr=False)
     readers: AbstractContextManager[object] = field(default_factory=nullcontext, repr=False, compare=False)
+    threads: Executor | None = field(default=None, repr=False, compare=False)
 
     @property
     def pixels(self) -> int:
@@ -81,12 +88,15 @@ class ClipConnector(MediaConnector):
     async def fetch_video_async(self, video_url: Any, **options: Any) -> Any:
         """The clip's frames and metadata."""
         if isinstance(video_url, Clip):
-            return await asyncio.to_thread(lambda: video_url.decoded)
+            threads = None if video_url.frames else video_url.threads
+            return await asyncio.get_running_loop().run_in_executor(threads, lambda: video_url.decoded)
         return await super().fetch_video_async(video_url, **options)
 
 
 class Clips:
     """Opener of videos for one model. Thread-safe.
+
+    What is `in_turn` waits without a thread for one of those that read videos.
 
     `processor`: class name of the model's video processor, which decides how vLLM samples.
     """
@@ -99,6 +109,7 @@ class Clips:
         self._heads: OrderedDict[str, VideoHead] = OrderedDict()
         self._lock = threading.Lock()
         self._readers = threading.Semaphore(settings.readers)
+        self._reading = ThreadPoolExecutor(settings.readers, "video")
 
     @classmethod
     def of(cls, renderer: BaseRenderer, settings: VideoSettings) -> Clips | None:
@@ -132,7 +143,7 @@ class Clips:
         content: str,
         options: VideoOptions,
         where: str,
-        decodes: Callable[[int], bool] = lambda pixels: pixels <= SHORT,
+        decodes: Callable[[int], bool] = _is_short,
     ) -> list[Clip]:
         """The clips of a video with this content id.
 
@@ -165,6 +176,15 @@ class Clips:
         except UnreadableVideo as error:
             raise InvalidRequest(f"{where}: {error}", parameter=where) from error
 
+    async def open_in_turn(
+        self, data: bytes, content: str, options: VideoOptions, where: str, decodes: Callable[[int], bool] = _is_short
+    ) -> list[Clip]:
+        """See `open`."""
+        with self._lock:
+            threads = None if content in self._heads else self._reading
+        call = partial(self.open, data, content, options, where, decodes)
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
+
     def _cut(self, data: bytes, content: str, head: VideoHead, options: VideoOptions, where: str) -> list[Clip]:
         found = [self._clip(data, content, head, *one) for one in cut(head.seconds, options)]
         clips = [clip for clip in found if clip.indices]
@@ -191,19 +211,24 @@ class Clips:
         except UnreadableVideo as error:
             raise InvalidRequest(f"{where}: {error}", parameter=where) from error
 
+    async def decode_in_turn(self, clips: Sequence[Clip], where: str) -> None:
+        """See `decode`."""
+        if not all(clip.frames for clip in clips):
+            await asyncio.get_running_loop().run_in_executor(self._reading, self.decode, clips, where)
+
     def _clip(self, data: bytes, content: str, head: VideoHead, start: float, stop: float) -> Clip:
         first = math.ceil(start * head.fps - 1e-6)
         count = min(math.ceil(stop * head.fps - 1e-6), head.frames) - first
         part = f"{self._form}-{round(stop * 1000)}", round(start * 1000)
         name = part_id(content, *part)
         if count <= 0:
-            return Clip(name, part, (), head, self._settings, data, readers=self._readers)
+            return Clip(name, part, (), head, self._settings, data, readers=self._readers, threads=self._reading)
         source = VideoSourceMetadata(count, head.fps, count / head.fps)
         target = VideoTargetMetadata(_DEFAULT_FRAMES, self._settings.fps, self._settings.max_seconds)
         # of one frame, samplers that round down to pairs would take none
         sampled = [0] if count == 1 else self._sampler.compute_frames_index_to_sample(source, target)
         indices = tuple(first + index for index in sampled)
-        return Clip(name, part, indices, head, self._settings, data, readers=self._readers)
+        return Clip(name, part, indices, head, self._settings, data, readers=self._readers, threads=self._reading)
 
 
 def fill(clips: Sequence[Clip], reader: VideoReader) -> None:

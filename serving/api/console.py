@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -10,7 +9,6 @@ from fastapi.responses import HTMLResponse
 
 from serving.api.errors import NotFound
 from serving.api.media import MediaResolver
-from serving.api.pdf_pages import png
 
 _PAGE = Path(__file__).with_name("console.html")
 
@@ -26,10 +24,9 @@ def console_router(media: MediaResolver) -> APIRouter:
 
     @router.get("/v1/orbit/files/{file_id}/pages/{page}", summary="The picture of a PDF's page")
     async def page_picture(request: Request, file_id: str, page: int) -> Response:
-        image = await media.page_image(file_id, page, request.state.tenant)
-        if image is None:
+        picture = await media.page_picture(file_id, page, request.state.tenant)
+        if picture is None:
             raise NotFound(f"{file_id} has no page {page}")
-
-        return Response(await asyncio.to_thread(png, image), media_type="image/png")
+        return Response(picture, media_type="image/png")
 
     return router

@@ -76,10 +76,14 @@ def error_body(message: str, status: HTTPStatus) -> dict[str, Any]:
     return {"error": {"message": message, "type": status.phrase, "param": None, "code": status.value}}
 
 
+def retry_after(error: OverloadedError) -> dict[str, str]:
+    """Header that tells after how many seconds another try is worth it."""
+    return {"Retry-After": str(math.ceil(error.retry_after_s))}
+
+
 def too_many(error: OverloadedError) -> JSONResponse:
     """Response 429 with the seconds after which another try is worth it."""
-    headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
-    return JSONResponse(error_body(error.message, error.http_status), error.http_status, headers=headers)
+    return JSONResponse(error_body(error.message, error.http_status), error.http_status, headers=retry_after(error))
 
 
 def _methods(request: Request) -> set[str]:
@@ -113,6 +117,7 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(FastAPIHTTPException)
     async def refused_by_framework(request: Request, error: HTTPException) -> JSONResponse:
         response = await http_exception_handler(request, error)
+        response.headers.update(error.headers or {})
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             response.headers["Allow"] = ", ".join(sorted(_methods(request)))
         return response

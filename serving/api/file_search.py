@@ -122,11 +122,12 @@ class FileSearch:
         request: Any,
         parser: Callable[[], Parser] | None,
     ) -> None:
-        self.log, self.is_forced = RoundLog(), is_forced
+        self.log, self.is_forced = RoundLog(request.tool_choice == "required"), is_forced
         self.searches: list[tuple[str, list[Result]]] = []  # queries, and what was found for the first time or again
         self._tool, self._retrieval, self._media, self._documents = tool, retrieval, media, documents
         self._client, self._render, self._trace, self._parser = client, render, trace, parser
         self._request = request
+        self._grammar = request.extract_structured_outputs() if self.log.is_required else None  # a call has its own
         self._numbers: dict[tuple[str, int], int] = {}  # of what stands in the prompt, by file and part
         self._site = RetrievalSite()
 
@@ -137,6 +138,14 @@ class FileSearch:
         own.max_tokens = min(params.max_tokens or _FORCED_TOKENS, _FORCED_TOKENS)
         return own
 
+    def later_params(self, params: SamplingParams) -> SamplingParams:
+        """Sampling behind a search: a call that was required is made, and the client's own grammar holds again."""
+        if not self.log.is_required:
+            return params
+        own = params.clone()
+        own.structured_outputs = self._grammar
+        return own
+
     async def next(
         self, segments: Segments, text: str, token_ids: Sequence[int], trace: RequestTrace
     ) -> tuple[Segments, RequestTrace] | None:
@@ -145,6 +154,8 @@ class FileSearch:
         if arguments is None or len(self.log.pieces) >= MOST_ROUNDS:
             return None
         began = time.perf_counter()
+        if self.log.is_required:
+            self._request.tool_choice = "auto"  # what is said now need not be a call
         report, results = await self._searched(arguments)
         new = [one for one in results if (one.hit.file, one.hit.number) not in self._numbers]
         following = trace.of_round()
@@ -308,8 +319,9 @@ class FileSearch:
         first = {"role": "user", "content": "."}
         asked = ChatCompletionRequest(messages=[first], chat_template_kwargs=self._request.chat_template_kwargs)
         open_ended = {"add_generation_prompt": False, "continue_final_message": False}
-        short = asked.model_copy(update={"messages": [first, before], **open_ended})
-        whole = asked.model_copy(update={"messages": [first, before, behind]})
+        effort = {"reasoning_effort": self._request.reasoning_effort}
+        short = asked.model_copy(update={"messages": [first, before], **open_ended, **effort})
+        whole = asked.model_copy(update={"messages": [first, before, behind], **effort})
         prompts = []
         for request in (short, whole):
             rendered = await self._render(request)

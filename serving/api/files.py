@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
+from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +23,7 @@ Purpose = Literal["assistants", "vision", "user_data"]
 _EXPIRY = "expires_after"
 _EXPIRY_FIELDS = {f"{_EXPIRY}[{name}]": name for name in ("anchor", "seconds")}
 _IN_MEMORY = 8  # uploads at once; what waits lies in a temporary file
+_IN_MEMORY_OF_ONE = 4  # of one tenant: office files and videos may take minutes
 
 
 class _ExpiresAfter(BaseModel):
@@ -53,6 +55,7 @@ def files_router(
     """
     router = APIRouter(prefix="/v1/files", tags=["files"])
     reading = asyncio.Semaphore(_IN_MEMORY)
+    of_tenants = WeakValueDictionary[str, asyncio.Semaphore]()
 
     @router.post("", summary="Upload an image, document or video")
     async def create(
@@ -68,9 +71,10 @@ def files_router(
             raise TooLarge(f"file: {file.size} bytes; images and documents have at most {most_bytes}")
         tenant: str = request.state.tenant
         name = file.filename or "upload"
-        async with reading:
+        of_tenant = of_tenants.setdefault(tenant, asyncio.Semaphore(_IN_MEMORY_OF_ONE))
+        async with of_tenant, reading:
             data = await file.read()
-            await asyncio.to_thread(media.open_for, purpose, data, tenant, "file", name)
+            await media.open_for(purpose, data, tenant, "file", name)
             return (await asyncio.to_thread(files.create, tenant, name, purpose, data, lifetime)).to_openai()
 
     @router.get("", summary="List uploads")

@@ -19,8 +19,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from PIL import Image
-
 from kvstore.errors import UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, is_shared, owned_content_id
 from kvstore.uploads.files import FileStore
@@ -30,13 +28,12 @@ from serving.api.errors import NotFound
 from serving.api.fetching import MediaFetcher, bytes_of_data_url
 from serving.api.image_limits import ImageLimits
 from serving.api.images import ImageOpener, ResolvedImage, ResolvedText, refuse_misnamed, refuse_pages
-from serving.api.pdf_pages import OpenedPdf, PdfPages
+from serving.api.pdf_pages import OpenedPdf, PageImage, PdfPages, png
 from serving.api.pixel_budget import PixelBudget
 from serving.api.request_budgets import ImageBudgets, RequestBudget, invalid, too_large
 from serving.api.retrieval import Result
 from serving.documents.office import has_pages
 from serving.documents.passages import as_text
-from serving.documents.pdf import UnreadablePdf
 from serving.documents.video import is_video
 from serving.frontend.documents import Documents, Mark
 from serving.frontend.errors import InvalidRequest
@@ -180,7 +177,7 @@ class MediaResolver:
             data, owner, is_stored = await self._file(part, tenant, where)
             if self._pdfs is not None and has_pages(data):
                 content = owned_content_id(data, owner, self._secret)
-                opened = await asyncio.to_thread(self._pdfs.open, data, content, owner, where, is_stored)
+                opened = await self._pdfs.open_in_turn(data, content, owner, where, is_stored)
                 return [*await self._pages(opened, self._pdfs.numbers(opened, pages), where, images, characters)]
             if is_video(data):
                 return [*await self._videos(data, owner, where, images, video, is_stored)]
@@ -232,7 +229,7 @@ class MediaResolver:
         """
         opener = self._opener(where)
         content = owned_content_id(data, owner, self._secret)
-        clips = await asyncio.to_thread(opener.open, data, content, options, where, images.ahead.fits)
+        clips = await opener.open_in_turn(data, content, options, where, images.ahead.fits)
         images.clips.take(sum(clip.pixels for clip in clips), where)
         if is_stored:
             await asyncio.to_thread(self._note, content, owner, clips)
@@ -254,10 +251,8 @@ class MediaResolver:
         if self._has_images:
             return [self._page(opened, number, f"{where} page {number}", images) for number in numbers]
         assert self._documents is not None
-        try:
-            texts = await asyncio.to_thread(opened.texts, numbers)
-        except UnreadablePdf as error:
-            raise InvalidRequest(f"{where}: {error}", parameter=where) from error
+        assert self._pdfs is not None
+        texts = await self._pdfs.read_in_turn(opened, where, partial(opened.texts, numbers))
         found: list[ResolvedImage | Mark] = []
         for number in numbers:
             if not texts[number].strip():
@@ -299,9 +294,7 @@ class MediaResolver:
         if hit.page is None:
             return await asyncio.to_thread(self._images.identify, data, owner, where, images)
         assert self._pdfs is not None
-        pdf = await opened.once(
-            hit.file, partial(asyncio.to_thread, self._pdfs.open, data, reference.content, owner, where, True)
-        )
+        pdf = await opened.once(hit.file, partial(self._pdfs.open_in_turn, data, reference.content, owner, where, True))
         return self._page(pdf, hit.page, where, images)
 
     async def _decode_new(
@@ -327,26 +320,40 @@ class MediaResolver:
         share = await self._budget.take(
             sum(image.pixels for image, _ in new.values()) + sum(clip.pixels for clip in clips)
         )
+        pages: dict[OpenedPdf, list[tuple[ResolvedImage, str]]] = {}
+        images: list[tuple[ResolvedImage, str]] = []
+        for image, where in new.values():
+            pdf = image.image.opened if isinstance(image.image, PageImage) else None
+            (images if pdf is None else pages.setdefault(pdf, [])).append((image, where))
         for clip in clips:
             share.held_by(clip)
 
-        async def decode(image: ResolvedImage, where: str) -> ResolvedImage:
+        async def decode(image: ResolvedImage, where: str) -> list[ResolvedImage]:
             async with at_once:
-                return await asyncio.to_thread(self._images.decode, image, where, share)
+                return [await asyncio.to_thread(self._images.decode, image, where, share)]
+
+        async def decode_pages(pdf: OpenedPdf, several: list[tuple[ResolvedImage, str]]) -> list[ResolvedImage]:
+            def decoded() -> list[ResolvedImage]:
+                return [self._images.decode(image, where, share) for image, where in several]
+
+            assert self._pdfs is not None
+            async with at_once:
+                return await self._pdfs.read_in_turn(pdf, several[0][1], decoded)
 
         async def decode_clips(several: list[Clip], where: str) -> None:
             async with at_once:
-                await asyncio.to_thread(self._opener(where).decode, several, where)
+                await self._opener(where).decode_in_turn(several, where)
 
         try:
             await _together(decode_clips(several, where) for (where, _), several in videos.items())
-            return {image.content: image for image in await _together(decode(*one) for one in new.values())}
+            decoding = (*(decode(*one) for one in images), *(decode_pages(*one) for one in pages.items()))
+            return {image.content: image for several in await _together(decoding) for image in several}
         except BaseException:
             share.give()
             raise
 
-    async def page_image(self, file_id: str, page: int, tenant: str) -> Image.Image | None:
-        """A page of a PDF that a tenant may name, not drawn yet; None if it has none of that number.
+    async def page_picture(self, file_id: str, page: int, tenant: str) -> bytes | None:
+        """A page of a PDF that a tenant may name, as a PNG file; None if it has none of that number.
 
         Raises:
             NotFound: no such file for this tenant. InvalidRequest: a PDF that cannot be read.
@@ -355,8 +362,10 @@ class MediaResolver:
         if self._pdfs is None or not has_pages(data):
             return None
         content = owned_content_id(data, owner, self._secret)
-        opened = await asyncio.to_thread(self._pdfs.open, data, content, owner, "file", True)
-        return opened.image(page, is_needed=True) if 1 <= page <= len(opened.sizes) else None
+        opened = await self._pdfs.open_in_turn(data, content, owner, "file", True)
+        if not 1 <= page <= len(opened.sizes):
+            return None
+        return await self._pdfs.read_in_turn(opened, "file", partial(png, opened.image(page, is_needed=True)))
 
     def open_file(self, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
         """Check a file's bytes, an image or UTF-8 text, and name it for its owner.
@@ -367,7 +376,7 @@ class MediaResolver:
         found = self._images.identify_file(data, owner, where)
         return found if isinstance(found, ResolvedText) else self._images.decode(found, where)
 
-    def open_for(
+    async def open_for(
         self, purpose: str, data: bytes, owner: str, where: str, name: str = ""
     ) -> ResolvedImage | ResolvedText | OpenedPdf | list[Clip]:
         """Check an upload of one of OpenAI's purposes, by the name of its file, too.
@@ -380,10 +389,13 @@ class MediaResolver:
         refuse_misnamed(name, data, where)
         if is_video(data):
             content = owned_content_id(data, owner, self._secret)
-            return self._opener(where).open(data, content, VideoOptions(), where)
+            return await self._opener(where).open_in_turn(data, content, VideoOptions(), where)
         if purpose != "vision" and self._pdfs is not None and has_pages(data):
             content = owned_content_id(data, owner, self._secret)
-            return self._pdfs.open(data, content, owner, where, is_stored=True)
+            return await self._pdfs.open_in_turn(data, content, owner, where, is_stored=True)
+        return await asyncio.to_thread(self._open_as, purpose, data, owner, where)
+
+    def _open_as(self, purpose: str, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
         if purpose != "vision":
             return self.open_file(data, owner, where)
         refuse_pages(data, where)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from serving.api.auth import OPEN_PATHS
+from serving.api.auth import DOWNLOAD, OPEN_PATHS
 
 _SCHEMA, _SCHEME = "OrbitError", "bearer"
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -39,7 +39,7 @@ _MEANINGS = {
     404: "No such file, vector store, model or operating point for this tenant",
     408: "The body did not come in time",
     413: "A body, file, image or request is larger than its limit",
-    429: "Too many requests, or a full queue",
+    429: "Too many requests, a full queue, or too many bytes in progress",
     500: "The server failed; its log says more",
     501: "Not available in this version",
     503: "A role does not answer; trying again is safe",
@@ -90,7 +90,7 @@ def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
         found.add(404)
     if "requestBody" in operation:
         found |= {408, 413}
-    if method == "post":
+    if method == "post" or DOWNLOAD.fullmatch(path):
         found.add(429)
     if _is_administrators(path, method):
         found.add(403)

@@ -10,12 +10,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from serving.api.media import MediaResolver
-from serving.api.pdf_pages import png
 from serving.frontend.errors import InvalidRequest
 
 _MOST_IMAGES = 4  # of a query
@@ -62,7 +60,7 @@ async def _image(part: Mapping[str, Any], media: MediaResolver, tenant: str, whe
         raise InvalidRequest(f"{where}: image_file needs a file_id, and may have a page", parameter=where)
     if page is None:
         return await media.image_bytes({"type": "file", "file": {"file_id": file_id}}, tenant, where)
-    picture = await media.page_image(file_id, page, tenant)
+    picture = await media.page_picture(file_id, page, tenant)
     if picture is None:
         raise InvalidRequest(f"{where}: {file_id} has no page {page}", parameter=where)
-    return await asyncio.to_thread(png, picture)
+    return picture

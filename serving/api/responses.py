@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from openai.types.responses import (
+    FunctionTool,
     ResponseErrorEvent,
     ResponseFileSearchCallCompletedEvent,
     ResponseFileSearchCallInProgressEvent,
@@ -31,7 +32,7 @@ from vllm.utils import random_uuid
 
 from serving.api.chat import OrbitServingChat, readable, refuse_unsupported
 from serving.api.client_disconnect import answering
-from serving.api.file_search import NAME, FileSearch, take_tool
+from serving.api.file_search import FUNCTION, NAME, FileSearch, take_tool
 from serving.api.retrieval import Result
 from serving.api.retrieve import citations
 from serving.frontend.errors import InvalidRequest
@@ -51,6 +52,7 @@ _UNSUPPORTED = {
     "cache_salt": "not supported: content is salted by tenant",
 }
 _TOOLS = ("function", "custom", "namespace", NAME)
+_FUNCTION = FunctionTool.model_validate({"type": "function", "strict": False, **FUNCTION["function"]})
 
 
 class OrbitResponsesRequest(ResponsesRequest):
@@ -96,6 +98,7 @@ class OrbitServingResponses(OpenAIServingResponses):
         refuse_unsupported(request, _UNSUPPORTED)
         if request.truncation == "auto":
             raise InvalidRequest("truncation: a prompt is not cut here; send less", parameter="truncation")
+        request.truncation = "disabled"  # null would have vLLM cut the prompt
         for i, tool in enumerate(request.tools):
             if tool.type not in _TOOLS:
                 raise InvalidRequest(f"tools[{i}]: {tool.type!r} is not offered here", parameter=f"tools[{i}]")
@@ -134,6 +137,9 @@ class OrbitServingResponses(OpenAIServingResponses):
             messages=[{"role": "user", "content": "."}], chat_template_kwargs=request.chat_template_kwargs, **fields
         )
         chat.messages = messages
+        chat.reasoning_effort = None if request.reasoning is None else request.reasoning.effort
+        if functions and request.tool_choice == "required":
+            chat.tool_choice, chat.structured_outputs = "required", request.extract_structured_outputs()
         return chat
 
     async def _render_resolved_response_inputs(
@@ -143,16 +149,21 @@ class OrbitServingResponses(OpenAIServingResponses):
         chat, renderer = request._chat, self.online_renderer
 
         async def render() -> Any:
-            return await renderer.preprocess_chat(
-                request,
-                chat.messages,
-                default_template=self.chat_template,
-                default_template_content_format=self.chat_template_content_format,
-                default_template_kwargs=renderer.effective_chat_template_kwargs(request),
-                tool_dicts=[tool.model_dump() for tool in chat.tools] if chat.tools else None,
-                parser=renderer.parser,
-                skip_mm_cache=True,
-            )
+            tools = request.tools
+            request.tools = [_FUNCTION if tool.type == NAME else tool for tool in tools]  # for the grammar of calls
+            try:
+                return await renderer.preprocess_chat(
+                    request,
+                    chat.messages,
+                    default_template=self.chat_template,
+                    default_template_content_format=self.chat_template_content_format,
+                    default_template_kwargs=renderer.effective_chat_template_kwargs(request),
+                    tool_dicts=[tool.model_dump() for tool in chat.tools] if chat.tools else None,
+                    parser=renderer.parser,
+                    skip_mm_cache=True,
+                )
+            finally:
+                request.tools = tools
 
         _, prompts = await self._chat_handler.with_pixels(chat, render)
         return renderer._responses_render_result(chat.messages, prompts)

@@ -63,7 +63,8 @@ _PROFILE = """<?xml version="1.0" encoding="UTF-8"?>
 </item>
 </oor:items>
 """
-_AT_ONCE = threading.Semaphore(2)  # conversions of this process; further ones wait
+AT_ONCE = 2  # conversions of this process; further ones wait
+_TURNS = threading.Semaphore(AT_ONCE)
 # Limits stand before LibreOffice runs: a shell sets them for itself, and becomes it.
 _BOUNDED = 'ulimit -c 0; ulimit -v "$1"; ulimit -t "$2"; ulimit -f "$3"; shift 3; exec "$@"'
 
@@ -133,7 +134,7 @@ def to_pdf(data: bytes, kind: str, settings: DocumentSettings) -> bytes:
             *(_AS_TEXT if kind == "html" else ()),
             *("--convert-to", "pdf", "--outdir", str(folder), str(folder / f"file.{kind}")),
         ]
-        with _AT_ONCE:
+        with _TURNS:
             _run(asked, folder, kind, settings)
         pdf = b""
         with suppress(OSError):

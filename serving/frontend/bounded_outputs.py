@@ -1,4 +1,4 @@
-"""Outputs of a request within its tenant's limit of tokens and before its deadline."""
+"""Outputs of a request within its tenant's limit of tokens, and all of its work before its deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -76,6 +76,25 @@ async def _charged(
         limits.give(trace.tenant, "tokens", max(0, reserved - given - said.total()))
 
 
+@asynccontextmanager
+async def before_deadline(received: float, seconds: float | None) -> AsyncGenerator[None, None]:
+    """Run a block no longer than until the deadline of its request; arguments as of `in_time`.
+
+    Raises:
+        DeadlineExceeded: the block had not ended by then, and was cancelled.
+    """
+    due = None
+    if seconds is not None:
+        due = asyncio.get_running_loop().time() + received + seconds - time.perf_counter()
+    try:
+        async with asyncio.timeout_at(due) as limit:
+            yield
+    except TimeoutError:
+        if seconds is None or not limit.expired():
+            raise
+        raise DeadlineExceeded(seconds) from None
+
+
 async def in_time(
     outputs: AsyncGenerator[RequestOutput, None], received: float, seconds: float | None
 ) -> AsyncGenerator[RequestOutput, None]:
@@ -89,18 +108,10 @@ async def in_time(
     Raises:
         DeadlineExceeded: the next one does not come before it.
     """
-    due = None
-    if seconds is not None:
-        due = asyncio.get_running_loop().time() + received + seconds - time.perf_counter()
     async with aclosing(outputs):
         while True:
-            try:
-                async with asyncio.timeout_at(due) as limit:
-                    output = await anext(outputs, None)
-            except TimeoutError:
-                if seconds is None or not limit.expired():
-                    raise
-                raise DeadlineExceeded(seconds) from None
+            async with before_deadline(received, seconds):
+                output = await anext(outputs, None)
             if output is None:
                 return
             yield output

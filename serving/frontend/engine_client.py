@@ -211,11 +211,11 @@ class LinkedEngineClient(EngineOverRoles):
     async def _observed(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one prompt, once it has a place among those of its request.
+        """Outputs of one prompt, once it has a place among those of its request, and its tenant one for every choice.
 
         Its report is observed at the end.
         """
-        place = nullcontext() if self.queue is None else self.queue.place(trace.tenant)
+        place = nullcontext() if self.queue is None else self.queue.place(trace.tenant, params.n or 1)
         with self.answering() as generated:
             outputs = self._generate(prompt, params, request_id, trace, options)
             async with trace.places, place, aclosing(outputs):
@@ -251,6 +251,8 @@ class LinkedEngineClient(EngineOverRoles):
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         """`_round`, observed at its end unless it is the first: that one's report is the answer's."""
+        if trace is first and trace.tool is not None and trace.tool.is_forced:
+            options = {**options, "reasoning_ended": True}  # else its grammar would hold behind a reasoning alone
         try:
             async with aclosing(self._round(segments, params, request_id, trace, options)) as outputs:
                 async for output in outputs:

@@ -31,11 +31,13 @@ class Piece:
 class RoundLog:
     """Rounds of one answer, for who reads it.
 
-    `pieces`: of rounds that ended with a call. `is_ending`: whether the output given last ends such a round.
-    `prompt_tokens`, `cached_tokens`: of all rounds' prompts so far together, the one that is read included.
+    `is_required`: whether the first round must call some tool; later ones need not. `pieces`: of rounds that ended with
+    a call. `is_ending`: whether the output given last ends such a round. `prompt_tokens`, `cached_tokens`: of all
+    rounds' prompts so far together, the one that is read included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_required: bool = False) -> None:
+        self.is_required = is_required
         self.pieces: list[Piece] = []
         self.is_ending = False
         self.prompt_tokens = self.cached_tokens = 0
@@ -70,6 +72,9 @@ class ToolRounds(Protocol):
     def call_params(self, params: SamplingParams) -> SamplingParams:
         """Sampling of a forced call."""
 
+    def later_params(self, params: SamplingParams) -> SamplingParams:
+        """Sampling of rounds behind the first."""
+
     async def next(
         self, segments: Segments, text: str, token_ids: Sequence[int], trace: RequestTrace
     ) -> tuple[Segments, RequestTrace] | None:
@@ -103,6 +108,8 @@ async def in_rounds(
         own = asked if not before_ids else _rest(asked, len(before_ids))
         if is_call:
             own = tool.call_params(own)
+        elif number:
+            own = tool.later_params(own)
         text, ids, is_counted = "", list[int](), False
         following: tuple[Segments, RequestTrace] | None = None
         name = request_id if number == 0 else f"{request_id}-round{number}"

@@ -54,10 +54,11 @@ class RoundsParser(Parser):
     ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
         """Reasoning, content and calls of all rounds."""
         reasonings, contents, calls = list[str](), list[str](), list[FunctionCall]()
-        for text, ids in self._pieces(model_output, model_output_token_ids):
+        for number, (text, ids) in enumerate(self._pieces(model_output, model_output_token_ids)):
             if not text:
                 continue
-            reasoning, content, called = self._make().parse(text, request, enable_auto_tools, ids)
+            asked = self._asked(request, number)
+            reasoning, content, called = self._make().parse(text, asked, enable_auto_tools, ids)
             reasonings += [reasoning] if reasoning else []
             contents += [content] if content else []
             calls += [call for call in called or () if call.name != self._hidden]
@@ -78,7 +79,8 @@ class RoundsParser(Parser):
         if not delta_text and not finished and not self._log.is_ending:
             return None
         finished = finished or self._log.is_ending
-        delta = self._parser.parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished=finished)
+        asked = self._asked(request, self._round)
+        delta = self._parser.parse_delta(delta_text, delta_token_ids, asked, prompt_token_ids, finished=finished)
         if delta is None or not delta.tool_calls:
             return delta
         shown = []
@@ -91,6 +93,12 @@ class RoundsParser(Parser):
                 shown.append(call.model_copy(update={"index": index}))
         delta.tool_calls = shown
         return delta if shown or delta.content or delta.reasoning else None
+
+    def _asked(self, request: Any, number: int) -> Any:
+        """The request as a round has it: a call that is required is the first one's."""
+        if not self._log.is_required:
+            return request
+        return request.model_copy(update={"tool_choice": "auto" if number else "required"})
 
     def _pieces(self, text: str, token_ids: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
         """Text and tokens of every round."""

@@ -29,8 +29,6 @@ class SingleFlightEncoder:
 
     Another tenant must not learn of them by their time.
 
-    Another tenant must not learn of them by their time.
-
     A call goes on for as long as any request waits for it. Belongs to one event loop.
     """
 

@@ -48,7 +48,9 @@ class Chat(OrbitServingChat):
         self._media, self._documents = media, documents
         self._prefixes, self._max_characters = Prefixes(Tokenizer()), 1000
         self._openings = Openings(self._written_first)
-        self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(
+            orderer=PatchAwareOrderer(), prefetch=lambda *_: None, request_timeout_s=None
+        )
         self.asked: list[Any] = []
 
     async def _written_first(self, request: ChatCompletionRequest) -> tuple[int, ...]:

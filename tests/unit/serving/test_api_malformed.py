@@ -46,7 +46,9 @@ class Chat(OrbitServingChat):
     def __init__(self, media: MediaResolver, documents: Documents) -> None:
         self._media, self._documents = media, documents
         self._prefixes, self._max_characters = Prefixes(Tokenizer()), 1000
-        self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(
+            orderer=PatchAwareOrderer(), prefetch=lambda *_: None, request_timeout_s=None
+        )
         self.asked: list[Any] = []
 
 
@@ -135,6 +137,16 @@ async def test_of_a_text_part_nothing_but_its_text_is_read(app: FastAPI, chat: C
     messages = chat_of("user", {"type": "text", "text": "words", **more}, {"type": "refusal", "refusal": "no", **more})
     assert (await post(app, messages=messages)).status_code == 200
     assert chat.asked[1]["content"] == [{"type": "text", "text": "words"}, {"type": "refusal", "refusal": "no"}]
+
+
+async def test_the_deadline_holds_before_an_answer_is_begun(app: FastAPI, chat: Chat, monkeypatch: pytest.MonkeyPatch):
+    async def waits(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(chat._media, "resolve_messages", waits)
+    chat.engine_client.request_timeout_s = 0.01
+    answer = await post(app, messages=[{"role": "user", "content": "Hello."}])
+    assert (answer.status_code, chat.asked) == (504, [])
 
 
 async def test_json_that_is_nested_too_deeply_is_refused(app: FastAPI):

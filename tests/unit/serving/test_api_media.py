@@ -239,11 +239,11 @@ async def test_a_text_uploaded_as_an_image_is_told_where_it_belongs(files: FileS
     documents: Any = SimpleNamespace()
     takes_text = MediaResolver(HttpSettings(), files, VectorStores(files), documents)
     with pytest.raises(InvalidRequest, match="purpose 'vision' is for images; upload it as 'user_data'"):
-        takes_text.open_for("vision", b"words", "local", "file")
-    assert takes_text.open_for("user_data", b"words", "local", "file").text == "words"
-    assert takes_text.open_for("vision", png(), "local", "file").content
+        await takes_text.open_for("vision", b"words", "local", "file")
+    assert (await takes_text.open_for("user_data", b"words", "local", "file")).text == "words"
+    assert (await takes_text.open_for("vision", png(), "local", "file")).content
     with pytest.raises(InvalidRequest, match="not an image"):
-        resolver(files).open_for("vision", b"words", "local", "file")
+        await resolver(files).open_for("vision", b"words", "local", "file")
 
 
 async def test_the_first_picture_of_several_is_taken(files: FileStore):
@@ -304,7 +304,7 @@ async def test_an_image_beyond_the_models_limits_is_refused_before_it_is_decoded
     with pytest.raises(InvalidRequest, match=r"content\[0\]: the model's processor .* 1x300 pixels: aspect ratio 300"):
         await limited.resolve_messages(ask(image_part(data_url(png(1, 300)))), "local")
     with pytest.raises(InvalidRequest, match="10x11 pixels takes 110 tokens; the longest prompt has at most 100"):
-        limited.open_for("vision", png(10, 11), "local", "file")
+        await limited.open_for("vision", png(10, 11), "local", "file")
     parts = [image_part(data_url(png(7, 7, colour))) for colour in ("red", "green", "blue")]
     with pytest.raises(InvalidRequest, match="images take more than 100 tokens, the most that a prompt can hold"):
         await limited.resolve_messages(ask(*parts), "local")
@@ -340,15 +340,15 @@ async def test_a_page_description_is_no_text(files: FileStore, data: bytes, kind
             await takes_text.resolve_messages(ask(part), "local")
     for purpose in ("vision", "user_data"):
         with pytest.raises(InvalidRequest, match=words):
-            takes_text.open_for(purpose, data, "local", "file")
+            await takes_text.open_for(purpose, data, "local", "file")
 
 
 @pytest.mark.parametrize("words", [b"A PDF begins with %PDF-1.4, and ends with its trailer.", b"{ rtf }", b"%! comment",
                                    b"x" * 1100 + PDF])  # fmt: skip
-def test_words_about_page_descriptions_are_text(files: FileStore, words: bytes):
+async def test_words_about_page_descriptions_are_text(files: FileStore, words: bytes):
     documents: Any = SimpleNamespace()
     takes_text = MediaResolver(HttpSettings(), files, VectorStores(files), documents)
-    assert isinstance(takes_text.open_for("user_data", words, "local", "file"), ResolvedText)
+    assert isinstance(await takes_text.open_for("user_data", words, "local", "file"), ResolvedText)
 
 
 # -- fetching ---------------------------------------------------------------------------------------------------------

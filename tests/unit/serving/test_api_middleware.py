@@ -43,6 +43,13 @@ def api(
             await app.state.gate.wait()
         return {"tenant": request.state.tenant, "bytes": len(body)}
 
+    @app.get("/v1/files/{file}/content")
+    @app.get("/v1/vector_stores/{store}/files/{file}/content")
+    @app.get("/v1/orbit/files/{file}/pages/{page}")
+    async def download() -> dict:
+        await app.state.gate.wait()
+        return {}
+
     @app.get("/metrics")
     @app.get("/health")
     async def health() -> dict:
@@ -172,6 +179,30 @@ async def test_a_body_that_does_not_come_gives_its_place_back():
         assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 200
 
 
+async def test_bodies_are_bounded_in_all_and_one_alone_is_let_in():
+    async def announced_by_nobody():
+        yield b"x" * 300
+
+    http = HttpSettings(max_body_bytes=1000, max_bodies_bytes=500)
+    app = api(http=http)
+    async with client(app) as c:
+        held = asyncio.create_task(c.post("/v1/chat/completions", content=b"wait" * 75))
+        await asyncio.sleep(0.05)
+        for body in (b"x" * 300, announced_by_nobody()):
+            refused = await c.post("/v1/files", content=body)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            assert refused.json()["error"]["message"].startswith("requests in progress have 300 bytes already")
+        assert (await c.post("/v1/files", content=b"x" * 200)).status_code == 200
+        app.state.gate.set()
+        assert (await held).status_code == 200
+        app.state.gate.clear()
+        alone = asyncio.create_task(c.post("/v1/chat/completions", content=b"wait" * 225))
+        await asyncio.sleep(0.05)
+        assert (await c.get("/v1/models")).status_code == 200, "what has no body takes no memory for one"
+        app.state.gate.set()
+        assert (await alone).status_code == 200
+
+
 async def test_what_came_in_time_may_take_longer_to_answer():
     app = api(http=limits(body_timeout_s=0.05))
     async with client(app) as c:
@@ -245,6 +276,20 @@ async def test_tokenisation_and_uploads_take_a_place_but_are_no_generation_reque
         if "orbitserve_requests_total{" in line
     ]
     assert counted == ['orbitserve_requests_total{status="429"} 1.0']
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files/a/content", "/v1/vector_stores/vs/files/a/content", "/v1/orbit/files/a/pages/1"]
+)
+async def test_downloads_of_files_and_pages_take_a_place(path: str):
+    app = api(http=limits(at_once=1))
+    async with client(app) as c:
+        held = asyncio.create_task(c.get(path))
+        await asyncio.sleep(0.05)
+        assert [(await c.request(method, path)).status_code for method in ("GET", "HEAD")] == [429, 429]
+        assert (await c.get("/v1/models")).status_code == 200
+        app.state.gate.set()
+        assert (await held).status_code == 200
 
 
 async def test_a_cancelled_request_gives_its_place_back():

@@ -72,6 +72,8 @@ async def test_routes_tell_the_errors_that_they_answer(client: httpx.AsyncClient
     told = {400, 401, 404, 408, 413, 429, 500, 503}
     assert errors(document, "/v1/chat/completions", "post") >= told
     assert errors(document, "/v1/files", "post") == {400, 401, 408, 413, 429, 500}
+    assert 429 in errors(document, "/v1/files/{file_id}/content", "get")
+    assert 429 not in errors(document, "/v1/files/{file_id}", "get")
     assert 404 in errors(document, "/v1/files", "get"), "of a cursor that names no file"
     assert errors(document, "/v1/files/{file_id}", "delete") == {400, 401, 403, 404, 500}
     assert errors(document, "/v1/vector_stores/{store_id}", "post") >= {400, 401, 403, 404, 413, 429}

@@ -6,6 +6,7 @@ vLLM's own generators turn the engine's outputs, and its errors, into events.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from serving.api.prefix import Prefixes
 from serving.api.streams import opened
 from serving.api_keys import KeyRing
 from serving.frontend.errors import DeadlineExceeded, OverloadedError
+from serving.frontend.report import FoundReport, RequestTrace, RetrievalReport
 from serving.placement.orderer import PatchAwareOrderer
 
 EVENTS = ['data: {"id":"1"}\n\n', 'data: {"id":"2","choices":[{"finish_reason":"stop"}]}\n\n', "data: [DONE]\n\n"]
@@ -107,7 +109,9 @@ class Chat(OrbitServingChat):
         self._prefixes, self._max_characters = Prefixes(SimpleNamespace(encode=lambda text, **_: [])), 1000
         self._media: Any = SimpleNamespace(resolve_messages=self._resolved)
         self._documents: Any = SimpleNamespace(marked=lambda _: [])
-        self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(
+            orderer=PatchAwareOrderer(), prefetch=lambda *_: None, request_timeout_s=None
+        )
 
     async def _resolved(self, messages: list[Any], *_: str | None) -> list[Any]:
         return messages
@@ -119,7 +123,7 @@ class Completion(OrbitServingCompletion):
     enable_force_include_usage = False
 
     def __init__(self) -> None:
-        pass
+        self._max_characters = 1000
 
 
 @pytest.fixture
@@ -254,3 +258,45 @@ async def test_a_completions_options_are_those_of_its_prompts(
     monkeypatch.setattr("serving.api.app.set_trace", traces.append)
     assert (await post(app, "/v1/completions", orbit={"mode": "off"})).status_code == 200
     assert [trace.report.mode for trace in traces] == ["off"]
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "x" * 1001}, {"prompt": ["x", "x" * 1001]}, {"suffix": "x" * 1001}])
+async def test_more_text_than_a_prompt_holds_is_refused_also_where_it_would_be_cut(
+    app: FastAPI, outputs: Events, fields: dict[str, Any]
+):
+    answer = await post(app, "/v1/completions", truncate_prompt_tokens=5, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert "1001 characters; the longest has at most 1000" in answer.json()["error"]["message"]
+
+
+async def test_each_choice_has_the_citations_of_its_own_text():
+    def event(index: int, content: str, finish: str | None = None) -> str:
+        choice = {"index": index, "delta": {"content": content}, "finish_reason": finish}
+        return f"data: {json.dumps({'choices': [choice]}, separators=(',', ':'))}\n\n"
+
+    trace = RequestTrace()
+    found = [FoundReport(chunk=n, file_id=f"file-{n}", filename="a.pdf", score=1) for n in (0, 1)]
+    trace.report.retrieval = RetrievalReport(query="words", results=found, stages_ms={})
+    events = Events(event(0, "See [1]."), event(1, "See [2]."), event(0, "", "stop"), event(1, "", "stop"))
+    told = [json.loads(one[len("data: ") :])["choices"][0] for one in await read(Chat()._reported(events(), trace))]
+    cited = [[one["file_id"] for one in choice["delta"].get("annotations", ())] for choice in told]
+    assert cited == [[], [], ["file-0"], ["file-1"]]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("retrieve", {"vector_store_ids": ["vs_1"]}),
+        ("pages", "1"),
+        ("video", {"segment_seconds": 4}),
+        ("order", "free"),
+        ("explain", True),
+    ],
+)
+async def test_a_completion_refuses_options_that_chats_alone_heed(
+    app: FastAPI, outputs: Events, option: str, value: Any
+):
+    answer = await post(app, "/v1/completions", orbit={option: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"orbit.{option}")
+    heeded = await post(app, "/v1/completions", orbit={"mode": "exact", "order": "fixed", "explain": False})
+    assert heeded.status_code == 200

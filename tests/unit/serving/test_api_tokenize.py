@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
 from serving.api_keys import KeyRing
 from serving.frontend.documents import Documents, Mark
+from serving.frontend.video_options import VideoOptions
 from serving.settings import ApiKey, HttpSettings
 
 
@@ -129,6 +131,8 @@ async def test_a_prompt_of_text_goes_on_as_it_is(tokenization: Tokenization):
 
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 100}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "a" * 100})}}
+ONE_LETTER = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
@@ -137,9 +141,12 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 100}}
         ("/tokenize", {"prompt": "x" * 101}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 60}] * 2}, "messages"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "assistant", "content": "x", "reasoning": "r" * 100}]}, "messages"),
+        ("/tokenize", {**ONE_LETTER, "chat_template_kwargs": {"day": "d" * 100}}, "messages"),
         ("/detokenize", {"tokens": [1] * 5}, "tokens"),
     ],
-    ids=["text", "chat", "tools", "tokens"],
+    ids=["text", "chat", "tools", "call", "reasoning", "variables", "tokens"],
 )
 async def test_more_than_a_prompt_can_hold_is_refused_before_anything_is_done(
     tokenization: Tokenization, path: str, body: dict[str, Any], parameter: str
@@ -166,3 +173,35 @@ async def test_a_chats_tool_calls_are_a_list_for_all_that_read_them(tokenization
     assert (await post(tokenization, messages=messages)).status_code == 200
     (asked,) = tokenization.asked
     assert asked.messages[0]["tool_calls"] == [call]
+
+
+async def test_pages_and_videos_are_chosen_as_for_an_answer(
+    tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
+):
+    chosen: list[Any] = []
+
+    async def resolved(messages: list[Any], *how: Any) -> list[Any]:
+        chosen.append(how)
+        return messages
+
+    monkeypatch.setattr(tokenization._media, "resolve_messages", resolved)
+    orbit = {"pages": "2", "video": {"segment_seconds": 4}, "explain": True}
+    assert (await post(tokenization, **ONE_LETTER, orbit=orbit)).status_code == 200
+    assert chosen == [("acme", "2", VideoOptions(segment_seconds=4))]
+
+
+@pytest.mark.parametrize(
+    ("body", "option", "value"),
+    [
+        (ONE_LETTER, "retrieve", {"vector_store_ids": ["vs_1"]}),
+        (ONE_LETTER, "order", "free"),
+        ({"prompt": "x"}, "pages", "1"),
+        ({"prompt": "x"}, "video", {"segment_seconds": 4}),
+    ],
+)
+async def test_an_option_that_would_change_the_prompt_is_refused(
+    tokenization: Tokenization, body: dict[str, Any], option: str, value: Any
+):
+    answer = await post(tokenization, **body, orbit={option: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"orbit.{option}")
+    assert tokenization.asked == []

@@ -7,6 +7,7 @@ import base64
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +208,32 @@ async def test_no_more_videos_are_read_at_once_than_there_are_readers(front: Fro
 
     await asyncio.gather(*(asyncio.to_thread(read, name) for name in names))
     assert most == 1
+
+
+async def test_videos_that_wait_to_be_read_take_no_thread_of_others(
+    front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = threading.Event()
+
+    @contextmanager
+    def gated(data: bytes, settings: VideoSettings) -> Iterator[VideoReader]:
+        gate.wait()
+        with opened(data, settings) as reader:
+            yield reader
+
+    monkeypatch.setattr("serving.api.clips.opened", gated)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    files, clips = FileStore(str(tmp_path), FileSettings()), Clips.of(front.renderer, VideoSettings())
+    media = MediaResolver(HttpSettings(), files, VectorStores(files), clips=clips)
+    asked = request_of(*(video(frames=8 + n) for n in range(4)))
+    waiting = asyncio.create_task(media.resolve_messages(asked, "local"))
+    await asyncio.sleep(0.05)
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "read"), 20) == "read"
+    finally:
+        gate.set()
+    (message,) = await waiting
+    assert len(message["content"]) == 4
 
 
 async def test_models_without_videos_refuse_them(tmp_path: Path):

@@ -35,6 +35,7 @@ from prefill_workers.protocol import (
 )
 from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
+from serving.frontend.fair_queue import FairQueue
 from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import (
     PROMPTS_AT_ONCE,
@@ -136,6 +137,23 @@ async def test_every_prompt_of_a_completion_counts_and_has_a_place_for_itself():
     assert await asyncio.gather(*reading) == [OUTPUTS] * len(streams)
     assert {request.tenant for request in roles.linked} == {"acme"}
     assert [report.tokens_reused for report in observed] == [5] * len(streams)
+
+
+async def test_every_choice_of_an_answer_has_a_place():
+    roles = Roles()
+    roles.admits = asyncio.Event()
+    client = client_of(roles)
+    client.queue, client._lease_seconds = FairQueue(places=8, most_of_one=8, most_waiting=8), 180
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    answer = client.generate(prompt, SamplingParams(n=3), "request")
+    reading = asyncio.create_task(anext(answer))
+    await asyncio.sleep(0.02)
+    assert client.queue.held == 3
+    roles.admits.set()
+    await reading
+    await answer.aclose()
+    assert client.queue.held == 0
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ class Answers:
         self.running: list[str] = []
         self._tasks: list[tuple[str, asyncio.Task[None], asyncio.Event]] = []
 
-    async def begin(self, tenant: str, count: int = 1) -> None:
+    async def begin(self, tenant: str, count: int = 1, choices: int = 1) -> None:
         for _ in range(count):
             leave = asyncio.Event()
-            self._tasks.append((tenant, asyncio.create_task(self._answer(tenant, leave)), leave))
+            self._tasks.append((tenant, asyncio.create_task(self._answer(tenant, leave, choices)), leave))
         await asyncio.sleep(0)
 
-    async def _answer(self, tenant: str, leave: asyncio.Event) -> None:
-        async with self._queue.place(tenant):
+    async def _answer(self, tenant: str, leave: asyncio.Event, choices: int) -> None:
+        async with self._queue.place(tenant, choices):
             self.running.append(tenant)
             try:
                 await leave.wait()
@@ -124,3 +124,23 @@ async def test_one_tenants_queue_is_bounded_and_anothers_open():
             pass
     await answers.begin("b")
     assert queue.waiting == 3
+
+
+async def test_an_answer_takes_a_place_for_each_of_its_choices_and_smaller_ones_do_not_pass_it():
+    answers = Answers(queue := FairQueue(places=4, most_of_one=3, most_waiting=100))
+    await answers.begin("a", choices=8)  # more than one tenant may hold
+    assert queue.held == 3
+    await answers.begin("b", choices=2)
+    await answers.begin("c")
+    assert (answers.running, queue.waiting) == (["a"], 3)
+    await answers.end("a")
+    assert (answers.running, queue.held, queue.waiting) == (["b", "c"], 3, 0)
+
+
+async def test_one_that_leaves_while_it_waits_for_several_places_lets_the_others_pass():
+    answers = Answers(queue := FairQueue(places=4, most_of_one=3, most_waiting=100))
+    await answers.begin("a", choices=3)
+    await answers.begin("b", choices=2)
+    await answers.begin("c")
+    await answers.cancel("b")
+    assert (answers.running, queue.held, queue.waiting) == (["a", "c"], 4, 0)

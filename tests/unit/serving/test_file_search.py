@@ -25,6 +25,7 @@ from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from prefill_workers.protocol import Overloaded
 from serving.api.app import build_api
+from serving.api.file_search import NAME
 from serving.config import OrbitServeConfig
 from serving.documents.passages import tokens_of
 from serving.engine_spec import front_end_config
@@ -51,6 +52,7 @@ class Scripted(Roles):
     def __init__(self, texts: Sequence[str]) -> None:
         super().__init__()
         self.texts, self.tokenizer, self.end = list(texts), None, 0
+        self.options: list[dict[str, Any]] = []  # of generations
 
     def said(self, text: str) -> list[int]:
         assert self.tokenizer is not None
@@ -59,6 +61,7 @@ class Scripted(Roles):
     async def generate(
         self, token_ids: list[int], transfer: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
+        self.options.append(options)
         self.generated.append((token_ids, params))
         text = self.texts.pop(0)
         ids = self.said(text)
@@ -127,7 +130,7 @@ class Service:
 
     def says(self, *texts: str) -> None:
         self.roles.texts, self.roles.linked, self.roles.generated = list(texts), [], []
-        self.roles.prefetched = []
+        self.roles.prefetched, self.roles.options = [], []
 
     async def ask(self, question: str = "What mixes fuel?", tools: Sequence[Any] = (), **fields: Any) -> Any:
         tool: Any = {"type": "file_search", "vector_store_ids": [self.store], "max_num_results": 1}
@@ -215,6 +218,7 @@ async def test_a_forced_search_takes_a_call_without_markup_and_hides_it(service:
     forced, free = (params for _, params in service.roles.generated)
     assert json.loads(forced.structured_outputs.json)["required"] == ["query"]
     assert free.structured_outputs is None
+    assert [options["reasoning_ended"] for options in service.roles.options] == [True, None]
 
 
 async def test_a_bad_call_is_told_so_and_a_fifth_search_ends_the_answer(service: Service):
@@ -366,6 +370,62 @@ async def test_responses_stream_their_searches(service: Service):
     assert final.output[1].content[0].annotations[0].file_id == service.file
 
 
+TURN: Any = {"type": "function", "function": {"name": "turn", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_required_is_made_once_and_then_the_answer_may_be_words(service: Service, stream: bool):
+    service.says(call("carburettor"), "The carburettor [1].")
+    answer_schema: Any = {"type": "json_schema", "json_schema": {"name": "words", "schema": {"type": "string"}}}
+    answer = await service.ask(tools=[TURN], tool_choice="required", response_format=answer_schema, stream=stream)
+    if stream:
+        events = [event async for event in answer]
+        text = "".join(event.choices[0].delta.content or "" for event in events)
+        assert not any(event.choices[0].delta.tool_calls for event in events)
+        finish = events[-1].choices[0].finish_reason
+    else:
+        (choice,) = answer.choices
+        assert not choice.message.tool_calls
+        text, finish = choice.message.content, choice.finish_reason
+    assert (text, finish) == ("The carburettor [1].", "stop")
+    required, free = (params.structured_outputs for _, params in service.roles.generated)
+    assert required != free
+    assert free.json == {"type": "string"}
+
+
+async def test_a_response_that_must_call_a_tool_may_answer_in_words_behind_its_search(service: Service):
+    service.says(call("carburettor"), "The carburettor [1].")
+    own: Any = {"type": "function", "name": "turn", "parameters": {"type": "object", "properties": {}}, "strict": True}
+    answer = await service.sdk().responses.create(
+        model=MODEL, input="What mixes fuel?", tools=[file_search(service), own], tool_choice="required"
+    )
+    assert [item.type for item in answer.output] == ["file_search_call", "message"]
+    assert answer.output_text == "The carburettor [1]."
+    required, free = (params.structured_outputs for _, params in service.roles.generated)
+    assert NAME in required.structural_tag, "a call of it fits the grammar"
+    assert free is None
+
+
+async def test_the_effort_of_reasoning_is_that_of_all_rounds(service: Service, monkeypatch: pytest.MonkeyPatch):
+    efforts: list[Any] = []
+    renderer = service.app.state.openai_serving_chat.online_renderer
+    render = renderer.render_chat
+
+    async def noted(request: Any, **options: Any) -> Any:
+        efforts.append(request.reasoning_effort)
+        return await render(request, **options)
+
+    monkeypatch.setattr(renderer, "render_chat", noted)
+    service.says(call("carburettor"), "Done.")
+    await service.ask(reasoning_effort="low")
+    service.says(call("carburettor"), "Done.")
+    await service.sdk().responses.create(
+        model=MODEL, input="What mixes fuel?", tools=[file_search(service)], reasoning={"effort": "low"}
+    )
+    assert len(efforts) >= 4
+    assert set(efforts) == {"low"}
+
+
 async def test_responses_take_files_and_refuse_what_is_stored(service: Service):
     service.says("Three pages.")
     part: Any = {"type": "input_file", "file_id": service.file}
@@ -377,6 +437,16 @@ async def test_responses_take_files_and_refuse_what_is_stored(service: Service):
     for fields in ({"previous_response_id": "resp_1"}, {"background": True}, {"tools": [{"type": "web_search"}]}):
         with pytest.raises(openai.BadRequestError):
             await service.sdk().responses.create(model=MODEL, input="?", **fields)  # type: ignore[arg-type]
+
+
+async def test_a_responses_prompt_is_never_cut(service: Service):
+    service.says("Yes.")
+    answer = await service.sdk().responses.create(model=MODEL, input="?", extra_body={"truncation": None})
+    assert answer.truncation == "disabled"
+    service.says("Never.")
+    with pytest.raises(openai.BadRequestError, match="4096"):
+        await service.sdk().responses.create(model=MODEL, input="x" * 5000, extra_body={"truncation": None})
+    assert service.roles.linked == []
 
 
 async def test_a_streamed_response_that_fails_at_once_has_a_status_and_later_an_event(service: Service):

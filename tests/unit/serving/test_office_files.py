@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+import time
 from base64 import b64encode
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +171,58 @@ async def test_an_upload_is_converted_once_and_its_pdf_goes_with_it(tmp_path: Pa
     assert (file.content, "one") in api.stores.unheld()
     api.files.parts.settle(file.content, "one")
     assert api.files.renditions.get(file.content, "one") is None
+
+
+async def test_files_that_wait_to_be_converted_take_no_thread_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = threading.Event()
+
+    def converted(*_: Any) -> bytes:
+        gate.wait()
+        return MADE
+
+    def inline(data: bytes) -> dict[str, Any]:
+        return {"file_data": f"data:;base64,{b64encode(data).decode()}"}
+
+    monkeypatch.setattr(office, "to_pdf", converted)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    api = Api(tmp_path)
+    waiting = [asyncio.create_task(api.pages(inline(docx(f"report {n}")))) for n in range(5)]
+    uploads = [asyncio.create_task(api.upload(docx(f"upload {n}"))) for n in range(5)]
+    await asyncio.sleep(0.05)
+    try:
+        assert len(await asyncio.wait_for(api.pages(inline(MADE)), 20)) == 2
+    finally:
+        gate.set()
+    assert [len(pages) for pages in await asyncio.gather(*waiting)] == [2] * 5
+    assert {answer.status_code for answer in await asyncio.gather(*uploads)} == {200}
+
+
+async def test_no_more_pdfs_are_read_at_once_than_there_are_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    running, most, lock, read = 0, 0, threading.Lock(), read_pages
+
+    def counted(*given: Any, **asked: Any) -> Any:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        found = read(*given, **asked)
+        time.sleep(0.02)  # others would come
+        with lock:
+            running -= 1
+        return found
+
+    monkeypatch.setattr("serving.documents.pdf.read_pages", counted)
+    pdfs = PdfPages(SETTINGS.model_copy(update={"readers": 1}), FileStore(tmp_path / "files"), 33_000_000)
+
+    def texts_and_picture(name: str) -> None:
+        opened = pdfs.open(MADE, name, "one", "file", is_stored=False)
+        assert opened.texts([2]) == {2: "Sales rose.\n"}
+        assert opened.image(2, is_needed=True).convert("L").getextrema() == (0, 255)
+
+    await asyncio.gather(*(asyncio.to_thread(texts_and_picture, f"{n:064x}") for n in range(3)))
+    assert most == 1
 
 
 def test_a_pdf_that_is_kept_after_its_file_went_is_found_by_the_next_sweep(tmp_path: Path):
