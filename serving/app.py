@@ -24,7 +24,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from serving.config import OrbitServeConfig
+from serving.config import ConfigError, OrbitServeConfig
 from serving.replicas.decode import DecodeWorker
 from serving.replicas.ingress import Ingress
 from serving.replicas.library_keeper import LibraryKeeper
@@ -65,10 +65,16 @@ def build_app(arguments: dict[str, str]) -> serve.Application:
 
     Raises:
         ValueError: no `config` argument.
+        ConfigError: the file cannot be used, or has TLS files, which Serve takes among its own options alone.
     """
     if "config" not in arguments:
         raise ValueError("serve run serving.app:build_app needs config=PATH, the YAML of an OrbitServeConfig")
     config = OrbitServeConfig.from_yaml(Path(arguments["config"]))
+    if config.http.tls_certificate is not None:
+        raise ConfigError(
+            f"{arguments['config']}: http.tls_certificate: Serve would answer in plain HTTP all the same; put "
+            "ssl_certfile and ssl_keyfile into `http_options` of the file for `serve deploy` instead"
+        )
     return build(pinned(config) if arguments.get("pinned") == "true" else config)
 
 

@@ -296,6 +296,17 @@ def _read(path: Path) -> dict[str, Any]:
     return values or {}
 
 
+def setting_of_keys(path: Path | None) -> str | None:
+    """Name of the setting by which a configuration file has API keys; None: it has none.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    http = _read(path).get("http") if path is not None else None
+    if not isinstance(http, dict):
+        return None
+    return next((f"http.{name}" for name in ("api_keys", "api_keys_file") if http.get(name)), None)
+
+
 def documented(model: type[BaseModel], indent: int = 0) -> str:
     """Every field of a settings model with its default and description, as commented YAML."""
     lines: list[str] = []

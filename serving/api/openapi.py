@@ -43,6 +43,7 @@ _MEANINGS = {
     500: "The server failed; its log says more",
     501: "Not available in this version",
     503: "A role does not answer; trying again is safe",
+    504: "The answer did not end in time",
 }
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 
@@ -96,6 +97,8 @@ def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
         found.add(403)
     if path in _GENERATING or path.startswith("/v1/orbit/"):
         found.add(503)
+    if path in _GENERATING:
+        found.add(504)
     if path in _STORE_READS or path.endswith("/files/{file_id}/content"):
         found.add(501)
     return found

@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -135,6 +135,7 @@ def fetch(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -148,7 +149,10 @@ def serve(
         str | None, typer.Option(help="Name in the API. Default: the model's, of a directory its own.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="ORBITSERVE_API_KEY", help="Key that clients must send. Default: none.")
+        str | None,
+        typer.Option(
+            envvar="ORBITSERVE_API_KEY", help="Key that clients must send. Default: the configuration's, or none."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -174,7 +178,7 @@ def serve(
     from serving.config import ConfigError, OrbitServeConfig
     from serving.deploy.launch import StartUpError, application
 
-    options = {
+    options: dict[str, Any] = {
         "model.path": model,
         "model.served_name": served_model_name,
         "model.dtype": dtype,
@@ -182,13 +186,13 @@ def serve(
         "model.trust_remote_code": trust_remote_code,
         "http.host": host,
         "http.port": port,
-        "http.api_keys": None if api_key is None else {api_key: {"tenant": "local", "admin": True}},
         "prefill.tensor_parallel_size": tensor_parallel_size,
         "decode.tensor_parallel_size": tensor_parallel_size,
         "prefill.kv_cache_gib": kv_cache_gib,
         "decode.kv_cache_gib": kv_cache_gib,
     }
     try:
+        options["http.api_keys"] = _keys(context, api_key, config)
         settings = OrbitServeConfig.load(config, options)
         with application(settings, console) as url:
             console.print(f"serving [bold]{settings.model.served_name}[/bold] at {url}/v1 (docs at {url}/docs)")
@@ -199,6 +203,26 @@ def serve(
     except (ConfigError, StartUpError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from None
+
+
+def _keys(context: typer.Context, api_key: str | None, config: Path | None) -> dict[str, Any] | None:
+    """The option's key as `http.api_keys`; None: the configuration's are valid.
+
+    Raises ConfigError where it was typed beside a configuration with keys, or that cannot be read.
+    """
+    from serving.config import ConfigError, setting_of_keys
+
+    if api_key is None:
+        return None
+    if (setting := setting_of_keys(config)) is None:
+        return {api_key: {"tenant": "local", "admin": True}}
+    source = context.get_parameter_source("api_key")
+    if source is not None and source.name == "COMMANDLINE":
+        raise ConfigError(
+            f"--api-key, and {setting} in {config}: keys come from one of the two; add this one there, or leave it out"
+        )
+    console.print(f"ORBITSERVE_API_KEY is not used: {config} has {setting}", markup=False, highlight=False)
+    return None
 
 
 @app.command("hash-key")

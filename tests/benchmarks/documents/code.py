@@ -20,11 +20,16 @@ from tests.benchmarks.documents.records import markdown
 
 ROLES = "roles"  # heads what the sections of all roles have
 HEADER = ("setting", "default", "meaning")
+_WHOSE = (
+    "In the sections `ingress`, `vision` (VisionEncoder), `prefill` (PrefillWorker), `patch` (PatchCompiler), `decode` "
+    "(DecodeWorker), `keeper` (LibraryKeeper, with the planner) and `retriever`, with these defaults unless they have "
+    "others."
+)
 
 
 def settings() -> str:
     """Tables of all settings with default and meaning, one a section (`orbitserve config`)."""
-    parts = [_section(ROLES, RoleSettings, "In every role's section below, with these defaults unless it has others.")]
+    parts = [_section(ROLES, RoleSettings, _WHOSE)]
     alone = []
     for name, field in OrbitServeConfig.model_fields.items():
         model = _model_of(field)

@@ -142,8 +142,8 @@ def modes() -> str:
     lost = cell("deepstack", "accuracy", "exact", "chain"), cell("deepstack", "accuracy", "composed", "chain")
     header = ("share of right answers", *(SPLITS[split] for split in splits), "pages computed")
     return markdown(header, rows) + (
-        f"\n\nSums carry no chain of pages that refer to pages: another model answers {lost[0]:.2f} of those computed, "
-        f"{lost[1]:.2f} by sums, and ships with sums off."
+        "\n\nSums lose a page that refers to a page that refers to a third: another model answers "
+        f"{lost[0]:.2f} of such questions computed and {lost[1]:.2f} by sums, and ships with sums off."
     )
 
 

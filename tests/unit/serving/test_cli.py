@@ -77,6 +77,22 @@ def test_what_the_options_do_not_say_is_the_configurations(served: list[OrbitSer
     assert (config.http.host, config.http.port, [*config.http.api_keys]) == ("0.0.0.0", 8123, ["hush"])
 
 
+@pytest.mark.parametrize("keys", ["api_keys: {theirs: acme}", "api_keys_file: KEYS"])
+def test_a_key_beside_the_configurations_replaces_none(served: list[OrbitServeConfig], checkpoint: Path, keys: str):
+    file, keys_file = checkpoint.with_name("orbitserve.yaml"), checkpoint.with_name("keys.yaml")
+    keys_file.write_text("theirs: acme")
+    keys_file.chmod(0o600)
+    file.write_text(f"model: {{path: {checkpoint}}}\nhttp: {{{keys.replace('KEYS', str(keys_file))}}}\n")
+    code, said = run("serve", "--config", str(file), "--api-key", "hush")
+    assert (code, served) == (1, [])
+    named = f"http.{keys.partition(':')[0]}"
+    assert f"--api-key, and {named} in {file}" in said
+    code, said = run("serve", "--config", str(file), ORBITSERVE_API_KEY="hush")
+    assert code == 0
+    assert f"ORBITSERVE_API_KEY is not used: {file} has {named}" in said
+    assert "hush" not in served[0].http.api_keys
+
+
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [

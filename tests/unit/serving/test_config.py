@@ -214,6 +214,14 @@ def test_the_serve_builder_says_what_it_needs():
         build_app({})
 
 
+def test_the_serve_builder_refuses_tls_that_would_not_be(tmp_path: Path):
+    file = tmp_path / "orbitserve.yaml"
+    http = {"tls_certificate": "chain.pem", "tls_key": "key.pem"}
+    file.write_text(yaml.safe_dump({"model": {"path": str(weights(DEFAULT_MODEL))}, "http": http}))
+    with pytest.raises(ConfigError, match=r"http\.tls_certificate.*ssl_certfile.*http_options"):
+        build_app({"config": str(file)})
+
+
 def test_how_far_pairs_are_summed_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
     config = OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert config.compose_up_to == COMPOSE_UP_TO, "nothing was measured"
