@@ -37,10 +37,12 @@ _TOTAL_SECONDS = 460.0
 _TOKENS, _CHUNKS, _RANK, _BLOCK = 1024, 8, 32, 64
 _BUCKETS = (64, 128, 256, 512)  # tokens of forwards that are captured: a linked prompt has as much text
 _ENGINE = ("self-check", "graphs", "exactness", "link-time", "ttft")
+_ORBITSERVE = ["-c", "from serving.cli.main import main; main()"]
+_RECORDS = {name: _OUT / f"{name}.json" for name in ("link-time", "ttft")}  # what a stage has to write
 _COMMANDS = {
     "exactness": ["-m", "pytest", "-q", "tests/integration/test_engine.py", "-k", "bit_for_bit or exact_link"],
-    "link-time": ["-m", "serving.cli.main", "bench", "link-time", "--quick", "--json", str(_OUT / "link-time.json")],
-    "ttft": ["-m", "tests.benchmarks", "ttft", "--quick", "--json", str(_OUT / "ttft.json")],
+    "link-time": [*_ORBITSERVE, "bench", "link-time", "--quick", "--json", str(_RECORDS["link-time"])],
+    "ttft": ["-m", "tests.benchmarks", "ttft", "--quick", "--json", str(_RECORDS["ttft"])],
 }
 _SECONDS = {"self-check": 100.0, "graphs": 100.0, "exactness": 100.0, "link-time": 150.0, "ttft": 300.0}  # others: 60
 
@@ -72,8 +74,12 @@ def main(asked: list[str]) -> None:
             say("end", of=name, code="no time left; call again")
             continue
         arguments = _COMMANDS.get(name, ["-m", "tests.benchmarks.gpu_stages", "--one", name])
-        began = time.monotonic()
+        record, began = _RECORDS.get(name), time.monotonic()
+        if record is not None:
+            record.unlink(missing_ok=True)  # an earlier call's
         code, said, errors = ended([sys.executable, *arguments], min(left, _SECONDS.get(name, 60.0)), name in _COMMANDS)
+        if code == 0 and record is not None and not record.exists():
+            code = "it has measured nothing"
         if name in _COMMANDS:
             say(name, said=said[-3000:], errors=errors[-500:] if code else "")
         say("end", of=name, code=code, seconds=round(time.monotonic() - began, 1))

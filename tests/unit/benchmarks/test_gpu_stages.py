@@ -1,10 +1,15 @@
-"""A stage on a GPU ends with all that it started."""
+"""Stages on a GPU: they end with all that they started, and count only if they have measured something."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
+
+from tests.benchmarks import gpu_stages
 from tests.benchmarks.gpu_stages import ended
 
 _STARTS_ANOTHER = """
@@ -36,3 +41,22 @@ def test_what_a_stage_left_behind_ends_with_it_and_with_its_time():
         found, said, _ = ended([sys.executable, "-c", _STARTS_ANOTHER.format(seconds=seconds)], 5, captured=True)
         assert found == code
         assert gone(int(said))
+
+
+def test_a_benchmark_that_wrote_no_record_has_not_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    record = tmp_path / "ttft.json"
+    monkeypatch.setattr(gpu_stages, "_OUT", tmp_path)
+    monkeypatch.setitem(gpu_stages._RECORDS, "ttft", record)
+    record.write_text("an earlier call's")
+    monkeypatch.setitem(gpu_stages._COMMANDS, "ttft", ["-c", ""])
+    gpu_stages.main(["ttft"])
+    assert gpu_stages.finished() == set()
+    monkeypatch.setitem(gpu_stages._COMMANDS, "ttft", ["-c", f"open({str(record)!r}, 'w').write('numbers')"])
+    gpu_stages.main(["ttft"])
+    assert gpu_stages.finished() == {"ttft"}
+
+
+def test_the_benchmark_of_the_command_line_is_run_by_its_stage():
+    command = gpu_stages._COMMANDS["link-time"]
+    asked = [sys.executable, *command[: command.index("link-time")], "list"]
+    assert "link-time" in subprocess.run(asked, capture_output=True, text=True, check=True).stdout
