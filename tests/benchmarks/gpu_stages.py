@@ -37,6 +37,7 @@ _TOTAL_SECONDS = 460.0
 _TOKENS, _CHUNKS, _RANK, _BLOCK = 1024, 8, 32, 64
 _BUCKETS = (64, 128, 256, 512)  # tokens of forwards that are captured: a linked prompt has as much text
 _ENGINE = ("self-check", "graphs", "exactness", "link-time", "ttft")
+_NEEDS = {**dict.fromkeys(_ENGINE, ("vllm",)), "exactness": ("vllm", "pytest"), "hand-off": ("nixl",)}  # modules
 _ORBITSERVE = ["-c", "from serving.cli.main import main; main()"]
 _RECORDS = {name: _OUT / f"{name}.json" for name in ("link-time", "ttft")}  # what a stage has to write
 _COMMANDS = {
@@ -66,9 +67,10 @@ def main(asked: list[str]) -> None:
     """Run the stages that are asked for, or have not ended well before."""
     _OUT.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + _TOTAL_SECONDS
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    stages = [name for name in (*STAGES, *_ENGINE) if has_vllm or name not in _ENGINE]
-    for name in asked or [stage for stage in stages if stage not in finished()]:
+    for name in asked or [stage for stage in (*STAGES, *_ENGINE) if stage not in finished()]:
+        if absent := [module for module in _NEEDS.get(name, ()) if importlib.util.find_spec(module) is None]:
+            say("left out", of=name, absent=absent)
+            continue
         left = until - time.monotonic()
         if left < 10:
             say("end", of=name, code="no time left; call again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ def test_what_a_stage_left_behind_ends_with_it_and_with_its_time():
 def test_a_benchmark_that_wrote_no_record_has_not_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     record = tmp_path / "ttft.json"
     monkeypatch.setattr(gpu_stages, "_OUT", tmp_path)
+    monkeypatch.setattr(gpu_stages, "_NEEDS", {})
     monkeypatch.setitem(gpu_stages._RECORDS, "ttft", record)
     record.write_text("an earlier call's")
     monkeypatch.setitem(gpu_stages._COMMANDS, "ttft", ["-c", ""])
@@ -60,3 +62,15 @@ def test_the_benchmark_of_the_command_line_is_run_by_its_stage():
     command = gpu_stages._COMMANDS["link-time"]
     asked = [sys.executable, *command[: command.index("link-time")], "list"]
     assert "link-time" in subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("stage", "absent"), [("exactness", "pytest"), ("hand-off", "nixl"), ("ttft", "vllm")])
+def test_a_stage_whose_packages_are_absent_is_left_out(
+    stage: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(gpu_stages, "_OUT", tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == absent else name)
+    monkeypatch.setattr(gpu_stages, "ended", lambda *_: pytest.fail("it ran"))
+    gpu_stages.main([stage])
+    assert json.loads(capsys.readouterr().out) == {"stage": "left out", "of": stage, "absent": [absent]}
+    assert gpu_stages.finished() == set()
