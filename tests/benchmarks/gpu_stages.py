@@ -346,8 +346,10 @@ def beside_products(body: Callable[[], object]) -> tuple[float, float]:
 
 
 def hand_off() -> None:
+    from infra.vllm_env import GPU_ENVIRONMENT
     from serving.cli.doctor_gpu import probe_nixl
 
+    os.environ.update(GPU_ENVIRONMENT)  # as engines have it
     for result in probe_nixl():
         say("hand-off", ok=result.ok, detail=result.detail)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.vllm_env import GPU_ENVIRONMENT
+from serving.cli import doctor_gpu
 from tests.benchmarks import gpu_stages
 from tests.benchmarks.gpu_stages import ended
 
@@ -74,3 +77,13 @@ def test_a_stage_whose_packages_are_absent_is_left_out(
     gpu_stages.main([stage])
     assert json.loads(capsys.readouterr().out) == {"stage": "left out", "of": stage, "absent": [absent]}
     assert gpu_stages.finished() == set()
+
+
+def test_a_hand_off_is_measured_with_the_switches_that_engines_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_stages, "_OUT", tmp_path)
+    for switch in GPU_ENVIRONMENT:
+        monkeypatch.setenv(switch, "off")
+    found = dict[str, str]()
+    monkeypatch.setattr(doctor_gpu, "probe_nixl", lambda: found.update(os.environ) or [])
+    gpu_stages.hand_off()
+    assert found.items() >= GPU_ENVIRONMENT.items()

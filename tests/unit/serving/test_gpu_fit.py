@@ -89,3 +89,13 @@ def test_a_hand_off_over_tcp_fails(seconds: float, ok: bool) -> None:
     assert result.ok is ok
     assert "GB/s" in result.detail
     assert not doctor_gpu._verdict("cuda", 1 << 28, 0.01, "DONE", same=False).ok
+
+
+def test_a_hand_off_is_measured_between_two_gpus_where_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, devices in ((1, ("cuda:0", "cuda:0")), (4, ("cuda:0", "cuda:1"))):
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        assert doctor_gpu._devices() == devices
+    way = " from cuda:1 to cuda:0 without peer access"
+    assert way in doctor_gpu._verdict("cuda", 1 << 28, 0.5, "DONE", same=True, way=way).detail
+    monkeypatch.setattr(doctor_gpu, "is_cpu_build", lambda: True)
+    assert doctor_gpu._devices() == ("cpu", "cpu")
