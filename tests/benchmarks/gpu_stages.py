@@ -250,7 +250,8 @@ def link() -> None:
     _, table = pages()
     ring = PinnedRing(CudaCopyStream(torch.device("cuda")), RING_BYTES)
     chunks = [
-        Placement(chunk(), patch(), 1000 * n, torch.arange(_TOKENS) + n * _TOKENS + _BLOCK) for n in range(_CHUNKS)
+        Placement(chunk(), patch(), 1000 * n, torch.arange(_TOKENS) + n * _TOKENS + _BLOCK, True, True)  # they last
+        for n in range(_CHUNKS)
     ]
     for name, limit in (("from the host", 0), ("from device memory", 4 << 30)):
         writer = DeviceWriter(table, layout(), torch.bfloat16, ring, DeviceCache(limit))
