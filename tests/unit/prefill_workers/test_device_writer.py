@@ -226,6 +226,18 @@ def test_a_copy_ends_with_its_original() -> None:
     assert cache.nbytes == 40
 
 
+def test_a_copy_ends_with_its_original_where_nobody_asks_for_another() -> None:
+    cache, kept, dropped = DeviceCache[str](100), Original(), Original()
+    cache.put(kept, "kept", 40)
+    cache.put(dropped, "dropped", 40)
+    before = cache.version
+    del dropped
+    gc.collect()
+    cache.drop_ended()
+    assert (cache.nbytes, cache.holds(kept)) == (40, True)
+    assert cache.version > before
+
+
 def test_what_is_used_least_leaves_first_and_what_never_fits_is_not_kept() -> None:
     cache = DeviceCache[str](100)
     often, once, new = Original(), Original(), Original()
