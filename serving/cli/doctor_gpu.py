@@ -33,7 +33,10 @@ def check_build_tools() -> list[CheckResult]:
 
 
 def probe_gpus(wanted: str = "{}") -> list[CheckResult]:
-    """The devices that engines have, and whether roles fit that reserve so many (JSON)."""
+    """The devices that engines have, and whether roles fit.
+
+    `wanted`: what these reserve (`gpu_fit.reserved`), as JSON.
+    """
     if is_cpu_build():
         return []
     try:
@@ -45,7 +48,7 @@ def probe_gpus(wanted: str = "{}") -> list[CheckResult]:
     )
     results = [CheckResult("GPUs", True, named)]
     if roles := json.loads(wanted):
-        short = shortage(roles, len(found))
+        short = shortage(roles, [len(found)])
         detail = f"all roles fit {len(found)}" if short is None else short
         results.append(
             CheckResult("roles on GPUs", short is None, detail, "" if short is None else "change the settings")
