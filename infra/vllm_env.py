@@ -14,7 +14,7 @@ from infra.vllm_plugin import NIXL_PORT, SHARED_CORES
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"  # of the handshake
 # Of processes with an engine on a GPU.
-_GPU_ENVIRONMENT = {
+GPU_ENVIRONMENT = {
     # Triton's products of fp32 have 10 bits (TF32) else, of which the self-check of an fp32 engine rightly complains.
     "TRITON_F32_DEFAULT": "ieee",
     # Without NVLink UCX reads GPU memory over TCP else, at a hundredth of the speed, and vLLM's connector only reads.
@@ -62,7 +62,7 @@ def vllm_environment(
         # other.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not is_cpu_build():
-        environment |= _GPU_ENVIRONMENT
+        environment |= GPU_ENVIRONMENT
     if is_cpu_build():
         # Engines run eagerly there; what vLLM still compiles (its sampler's log-probability ranks) would need a C++
         # compiler on the machine and seconds on the first request that asks for it.

@@ -42,13 +42,16 @@ class Placement(NamedTuple):
     """Canonical KV of a chunk, and where it goes.
 
     `kv`: [layers, tokens, features], in the device's memory, features side by side; `patch` is there too, bound.
-    `delta`: distance in positions; `slots`: [tokens] int64, on the host.
+    `delta`: distance in positions; `slots`: [tokens] int64, on the host. `kv_lasts`, `patch_lasts`: it is a record's
+    own object, which later links bring again: a copy of it may serve them too.
     """
 
     kv: Tensor
     patch: Patch | None
     delta: int | float
     slots: Tensor
+    kv_lasts: bool = False
+    patch_lasts: bool = False
 
 
 @dataclass(frozen=True)

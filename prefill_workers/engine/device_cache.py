@@ -25,8 +25,9 @@ class DeviceCache(Generic[T]):
     """Copies of host objects, bounded in bytes; the least used per idle second leave first.
 
     A copy lives no longer than its original: what the library's memory drops, because it was deleted, quarantined or
-    evicted, leaves the device when the last request that uses it ends. All bytes take the same time to bring, so that
-    only uses and idle time weigh. Of one thread, but for `holds`, and for originals that end on others.
+    evicted, leaves the device once the last request that uses it has ended and the cache is asked for anything, or by
+    `drop_ended`. All bytes take the same time to bring, so that only uses and idle time weigh. Of one thread, but for
+    `holds`, and for originals that end on others.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -38,7 +39,7 @@ class DeviceCache(Generic[T]):
 
     def get(self, original: object) -> T | None:
         """The copy of an object; counts a use."""
-        self._drop_ended()
+        self.drop_ended()
         entry = self._entries.get(id(original))
         if entry is None or entry.original() is not original:
             self.misses += 1
@@ -55,7 +56,7 @@ class DeviceCache(Generic[T]):
 
     def put(self, original: object, copy: T, nbytes: int) -> bool:
         """Keep a copy if there is room, or room can be made. True if it is kept."""
-        self._drop_ended()
+        self.drop_ended()
         self._remove(id(original))
         if nbytes > self.limit_bytes:
             return False
@@ -72,6 +73,14 @@ class DeviceCache(Generic[T]):
         self.version += 1
         return True
 
+    def drop_ended(self) -> None:
+        """Drop copies whose originals have ended, as every `get` and `put` does; for when there are none."""
+        while self._ended:
+            number = self._ended.pop()
+            entry = self._entries.get(number)
+            if entry is not None and entry.original() is None:
+                self._remove(number)
+
     def clear(self) -> None:
         """Drop all copies."""
         self._entries.clear()
@@ -81,13 +90,6 @@ class DeviceCache(Generic[T]):
     @staticmethod
     def _worth(entry: _Entry[T], now: float) -> float:
         return worth(float(entry.uses * entry.nbytes), entry.nbytes, now - entry.used)
-
-    def _drop_ended(self) -> None:
-        while self._ended:
-            number = self._ended.pop()
-            entry = self._entries.get(number)
-            if entry is not None and entry.original() is None:
-                self._remove(number)
 
     def _remove(self, number: int) -> None:
         entry = self._entries.pop(number, None)

@@ -25,7 +25,7 @@ class DeviceWriter:
     """Writes chunks into one rank's pages (`kvstore.operator.device_kernel`).
 
     Args:
-        cache: copies of chunks and patches that stay on the device.
+        cache: copies that stay on the device, of KV and patches that last.
         launch: starts the kernel, as `device_kernel.place`.
         at_once: bytes of KV in one launch, unless one chunk alone has more: what no copy stays of is freed behind it.
     """
@@ -75,6 +75,8 @@ class DeviceWriter:
         found: dict[int, Any] = {
             id(part): self.cache.get(part) for chunk in chunks for part in (chunk.kv, chunk.patch) if part is not None
         }
+        lasting = {id(chunk.kv) for chunk in chunks if chunk.kv_lasts}
+        lasting |= {id(chunk.patch) for chunk in chunks if chunk.patch_lasts}
         lacking = {
             id(part): part
             for chunk in chunks
@@ -83,7 +85,8 @@ class DeviceWriter:
         }
         for (number, part), copy in zip(lacking.items(), self._copies(list(lacking.values())), strict=True):
             found[number] = copy
-            self.cache.put(part, copy, sum(tensor.nbytes for tensor in _tensors(copy, self._dtype)))
+            if number in lasting:
+                self.cache.put(part, copy, sum(tensor.nbytes for tensor in _tensors(copy, self._dtype)))
         return [chunk._replace(kv=found[id(chunk.kv)], patch=found.get(id(chunk.patch))) for chunk in chunks]
 
     def _copies(self, parts: Sequence[Tensor | Patch]) -> list[Any]:

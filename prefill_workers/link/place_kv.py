@@ -23,13 +23,15 @@ class PlacedChunk(NamedTuple):
     """Stored KV of a chunk, and its place in a sequence.
 
     `kv`: canonical, [layers, tokens, features]; `position`: of its first token, in the shifted frame; `run`: its tokens
-    in the sequence.
+    in the sequence; `kv_lasts`, `patch_lasts`: see `Placement`.
     """
 
     kv: Tensor
     patch: Patch | None
     position: int
     run: Run
+    kv_lasts: bool = False
+    patch_lasts: bool = False
 
 
 def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> list[DeviceSpan]:
@@ -43,7 +45,14 @@ def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[
         return []
     if engine.places_on_device:
         placements = [
-            Placement(one.kv, one.patch, one.position, engine.slots(blocks, one.run.start, one.run.stop))
+            Placement(
+                one.kv,
+                one.patch,
+                one.position,
+                engine.slots(blocks, one.run.start, one.run.stop),
+                one.kv_lasts,
+                one.patch_lasts,
+            )
             for one in chunks
         ]
         span = engine.place(placements)

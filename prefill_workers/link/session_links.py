@@ -128,8 +128,11 @@ class SessionPlan:
         left: list[PlacedChunk] = []
         for one in placed:
             start = max(known, one.run.start)
-            if start < one.run.stop:
-                left.append(one._replace(kv=one.kv[:, start - one.run.start :], run=Run(start, one.run.stop)))
+            if start == one.run.start:
+                left.append(one)
+            elif start < one.run.stop:
+                kv, run = one.kv[:, start - one.run.start :], Run(start, one.run.stop)
+                left.append(one._replace(kv=kv, run=run, kv_lasts=False))
         return left
 
     def outcome(self) -> SessionOutcome:
@@ -260,8 +263,9 @@ class SessionLinks:
             # A prompt's last token is computed: its logits are wanted.
             run = Run(max(segment.start, known.stop), min(segment.stop, positions.shape[-1] - 1))
             if run.start < run.stop:
-                kv_there = whole[:, run.start - segment.start : run.stop - segment.start]
-                placed.append(PlacedChunk(kv_there, None, position - record.at, run))
+                if len(run) < len(segment):
+                    whole = whole[:, run.start - segment.start : run.stop - segment.start]
+                placed.append(PlacedChunk(whole, None, position - record.at, run, kv_lasts=whole is record.kv))
         runs = [one.run for one in placed]
         rotated = min((one.run.start for one in placed if one.position), default=positions.shape[-1])
         ended = replace(plan, served=served, loads=(), patch_loads=())

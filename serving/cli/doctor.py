@@ -9,7 +9,7 @@
 | torch             | imports torch and torchvision                                             | own process  |
 | build tools       | looks for what Triton builds its launchers with (GPUs)                    | here         |
 | GPUs, roles on GPUs | names the devices; whether the roles of a configuration fit them        | own process  |
-| NIXL loopback     | reads memory of another process over UCX (GPUs: of a GPU), its GB/s       | own process  |
+| NIXL loopback     | reads another process' memory over UCX (GPUs: another GPU's), its GB/s    | own process  |
 | Ray               | starts a local cluster and runs one task                                  | own process  |
 | engine            | `prefill_workers.engine.self_check`: forward, KV round trip, rotation     | own process  |
 
@@ -47,7 +47,7 @@ from infra.lock import lock_file
 from infra.machine import multiplies_bf16
 from infra.ports import url_host
 from infra.reference import DEFAULT_MODEL, weights
-from infra.vllm_env import is_cpu_build, vllm_environment
+from infra.vllm_env import GPU_ENVIRONMENT, is_cpu_build, vllm_environment
 from kvstore.errors import TierUnavailable
 from kvstore.settings import FileSettings, LibrarySettings
 from kvstore.tiers.base import Tier
@@ -119,7 +119,9 @@ def run_doctor(
         wanted = {} if config is None else reserved(config)
         results += run_probe("gpus", json.dumps(wanted), remedy="see `nvidia-smi`")
     results += run_probe(
-        "nixl", remedy="KV moves over UCX: check that nothing forbids shared memory (/dev/shm) or loopback TCP"
+        "nixl",
+        environment={} if is_cpu_build() else GPU_ENVIRONMENT,
+        remedy="KV moves over UCX: check that nothing forbids shared memory (/dev/shm) or loopback TCP",
     )
     results += run_probe(
         "ray",

@@ -33,7 +33,10 @@ def check_build_tools() -> list[CheckResult]:
 
 
 def probe_gpus(wanted: str = "{}") -> list[CheckResult]:
-    """The devices that engines have, and whether roles fit that reserve so many (JSON)."""
+    """The devices that engines have, and whether roles fit.
+
+    `wanted`: what these reserve (`gpu_fit.reserved`), as JSON.
+    """
     if is_cpu_build():
         return []
     try:
@@ -45,7 +48,7 @@ def probe_gpus(wanted: str = "{}") -> list[CheckResult]:
     )
     results = [CheckResult("GPUs", True, named)]
     if roles := json.loads(wanted):
-        short = shortage(roles, len(found))
+        short = shortage(roles, [len(found)])
         detail = f"all roles fit {len(found)}" if short is None else short
         results.append(
             CheckResult("roles on GPUs", short is None, detail, "" if short is None else "change the settings")
@@ -54,14 +57,17 @@ def probe_gpus(wanted: str = "{}") -> list[CheckResult]:
 
 
 def probe_nixl() -> list[CheckResult]:
-    """A read between two processes over UCX, as a hand-off is; on GPUs of their memory."""
+    """A read between two processes over UCX, as a hand-off is; on GPUs of their memory.
+
+    The environment has to have `infra.vllm_env.GPU_ENVIRONMENT` there, as engines' has.
+    """
     import torch
 
-    device = torch.device("cpu" if is_cpu_build() else "cuda")
+    device, other = map(torch.device, _devices())
     nbytes = _HOST_BYTES if device.type == "cpu" else _GPU_BYTES
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    prefill = context.Process(target=_offer, args=(there, str(device), nbytes), daemon=True)
+    prefill = context.Process(target=_offer, args=(there, str(other), nbytes), daemon=True)
     prefill.start()
     try:
         if not here.poll(_START_SECONDS):
@@ -81,12 +87,24 @@ def probe_nixl() -> list[CheckResult]:
     finally:
         prefill.join(1)
         prefill.terminate()
-    return [_verdict(device.type, nbytes, seconds, state, same)]
+    way = "" if other == device else f" from {other} to {device}"
+    if way and not torch.cuda.can_device_access_peer(device, other):
+        way += " without peer access"
+    return [_verdict(device.type, nbytes, seconds, state, same, way)]
 
 
-def _verdict(device: str, nbytes: int, seconds: float, state: str, same: bool) -> CheckResult:
+def _devices() -> tuple[str, str]:
+    """Devices of this process and of the other: apart where there are two, as those of engines are."""
+    import torch
+
+    if is_cpu_build():
+        return "cpu", "cpu"
+    return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+
+
+def _verdict(device: str, nbytes: int, seconds: float, state: str, same: bool, way: str = "") -> CheckResult:
     speed = nbytes / seconds / 1e9
-    what = f"{nbytes >> 20} MiB of {'GPU' if device == 'cuda' else 'host'} memory over UCX"
+    what = f"{nbytes >> 20} MiB of {'GPU' if device == 'cuda' else 'host'} memory{way} over UCX"
     if state != "DONE" or not same:
         return CheckResult("NIXL loopback", False, f"{what}: state {state}" + ("" if same else ", the bytes differ"))
     detail = f"{what} in {1e3 * seconds:.1f} ms, {speed:.1f} GB/s"
@@ -108,6 +126,10 @@ def _read(agent: Any, arguments: tuple[Any, ...]) -> tuple[float, str]:
 
 def _offer(pipe: Connection, device: str, nbytes: int) -> None:
     """Offer memory to another process, until that says that it has read it."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.set_device(device)
     agent, source = make_agent("prefill"), _pattern(nbytes, device)
     registered = agent.register_memory([source])
     pipe.send((agent.get_agent_metadata(), agent.get_serialized_descs(agent.get_xfer_descs([source]))))

@@ -137,10 +137,11 @@ def _check_tls(http: HttpSettings) -> None:
 
 def _refuse_too_few_gpus(config: OrbitServeConfig, console: Console) -> None:
     """Raises StartUpError where roles would wait for GPUs for ever; of a cluster that may grow, it says so alone."""
-    short = shortage(reserved(config), ray.cluster_resources().get("GPU", 0.0))
+    nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    short = shortage(reserved(config), nodes)
     if short is None:
         return
-    if sum(node["Alive"] for node in ray.nodes()) == 1:
+    if len(nodes) == 1:
         raise StartUpError(short)
     console.print(f"[yellow]warning:[/yellow] {short}\nRoles wait until there are more.")
 

@@ -203,12 +203,19 @@ class Chunk(NamedTuple):
     """A chunk of a prompt, as far as routing minds.
 
     `computed` tokens need a forward even where its KV is stored, all of them where no patch makes that fit (`patched`).
+    `session`: own mark of the session whose kept KV this is; `mark` is its parent's while it begins as a fork.
     """
 
     mark: bytes
     tokens: int
     computed: int
     patched: bool = True
+    session: bytes = b""
+
+    @property
+    def kept_as(self) -> bytes:
+        """Mark under which a worker has it afterwards."""
+        return self.session or self.mark
 
 
 class Beginning(NamedTuple):
@@ -255,8 +262,13 @@ class PrefillView:
         return chunk.mark in self.hot or chunk.mark in self.expected
 
     def must_bring(self, chunk: Chunk) -> bool:
-        """True if a chunk that it has in memory must be copied to its GPU."""
-        return self.on_device is not None and chunk.mark not in self.on_device and chunk.mark not in self.expected
+        """True if a chunk that it has in memory must be copied to its GPU.
+
+        Reports do not say what GPUs have of sessions: they count as there, on all workers alike.
+        """
+        if self.on_device is None or chunk.session:
+            return False
+        return chunk.mark not in self.on_device and chunk.mark not in self.expected
 
 
 @dataclass(frozen=True)
@@ -358,20 +370,21 @@ class PrefillPolicy(Policy[PrefillReport]):
         text = len(request.token_ids) - sum(chunk.tokens for chunk in chunks)
         beginnings = _beginnings(request)
         if request.session is not None:  # most of its text and chunks need no forward where it is kept, patched or not
-            kept = Chunk(self._session_mark(request.tenant, request.session), text, 0)
+            own, sought = self._session_marks(request.tenant, request.session)
+            kept = Chunk(sought, text, 0, session=own)
             chunks = (*(chunk._replace(patched=True) for chunk in chunks), kept)
             return PrefillAsk(0, chunks, beginnings=tuple(one._replace(text=0) for one in beginnings))
         return PrefillAsk(text, chunks, beginnings=beginnings)
 
-    def _session_mark(self, tenant: str, session: SessionRef) -> bytes:
-        """Mark of a session, or, while nobody serves it, of the one that it begins as a fork of.
+    def _session_marks(self, tenant: str, session: SessionRef) -> tuple[bytes, bytes]:
+        """Marks of a session and of the one whose KV it takes: its parent, while nobody serves it.
 
         What a fork shares stays while sessions of one worker share it (see `SessionStore`).
         """
         own = session_mark(tenant, session.id)
         if own in self._stored or session.parent is None or session.clean:
-            return own
-        return session_mark(tenant, session.parent)
+            return own, own
+        return own, session_mark(tenant, session.parent)
 
     def score(self, ask: PrefillAsk, replicas: Collection[str]) -> list[Ranked]:
         """See `Policy`."""
@@ -390,7 +403,7 @@ class PrefillPolicy(Policy[PrefillReport]):
         if ask is None:
             self.ledger.sent(replica, call)
             return
-        marks = [chunk.mark for chunk in ask.chunks]
+        marks = [chunk.kept_as for chunk in ask.chunks]
         self.ledger.sent(
             replica,
             call,

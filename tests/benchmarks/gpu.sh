@@ -3,9 +3,11 @@
 #
 #   tests/benchmarks/gpu.sh [STAGE ...]
 #
+# Packages: `ORBITSERVE_GPU=1 make tools`. A stage whose packages are absent is left out, and a line says which: torch with
+# CUDA and Triton are enough for those that need neither vLLM nor NIXL.
+#
 # Every stage is a process of its own and leaves a JSON line in $OUT/gpu.jsonl (OUT: build/gpu by default). A second call
-# goes on with the stages that have none; those that are named run again. Where vLLM is not installed, the stages that
-# need it are left out: these need torch with CUDA and Triton alone.
+# goes on with the stages that have none; those that are named run again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export OUT=${OUT:-build/gpu} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD

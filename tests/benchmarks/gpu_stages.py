@@ -37,10 +37,13 @@ _TOTAL_SECONDS = 460.0
 _TOKENS, _CHUNKS, _RANK, _BLOCK = 1024, 8, 32, 64
 _BUCKETS = (64, 128, 256, 512)  # tokens of forwards that are captured: a linked prompt has as much text
 _ENGINE = ("self-check", "graphs", "exactness", "link-time", "ttft")
+_NEEDS = {**dict.fromkeys(_ENGINE, ("vllm",)), "exactness": ("vllm", "pytest"), "hand-off": ("nixl",)}  # modules
+_ORBITSERVE = ["-c", "from serving.cli.main import main; main()"]
+_RECORDS = {name: _OUT / f"{name}.json" for name in ("link-time", "ttft")}  # what a stage has to write
 _COMMANDS = {
     "exactness": ["-m", "pytest", "-q", "tests/integration/test_engine.py", "-k", "bit_for_bit or exact_link"],
-    "link-time": ["-m", "serving.cli.main", "bench", "link-time", "--quick", "--json", str(_OUT / "link-time.json")],
-    "ttft": ["-m", "tests.benchmarks", "ttft", "--quick", "--json", str(_OUT / "ttft.json")],
+    "link-time": [*_ORBITSERVE, "bench", "link-time", "--quick", "--json", str(_RECORDS["link-time"])],
+    "ttft": ["-m", "tests.benchmarks", "ttft", "--quick", "--json", str(_RECORDS["ttft"])],
 }
 _SECONDS = {"self-check": 100.0, "graphs": 100.0, "exactness": 100.0, "link-time": 150.0, "ttft": 300.0}  # others: 60
 
@@ -64,16 +67,21 @@ def main(asked: list[str]) -> None:
     """Run the stages that are asked for, or have not ended well before."""
     _OUT.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + _TOTAL_SECONDS
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    stages = [name for name in (*STAGES, *_ENGINE) if has_vllm or name not in _ENGINE]
-    for name in asked or [stage for stage in stages if stage not in finished()]:
+    for name in asked or [stage for stage in (*STAGES, *_ENGINE) if stage not in finished()]:
+        if absent := [module for module in _NEEDS.get(name, ()) if importlib.util.find_spec(module) is None]:
+            say("left out", of=name, absent=absent)
+            continue
         left = until - time.monotonic()
         if left < 10:
             say("end", of=name, code="no time left; call again")
             continue
         arguments = _COMMANDS.get(name, ["-m", "tests.benchmarks.gpu_stages", "--one", name])
-        began = time.monotonic()
+        record, began = _RECORDS.get(name), time.monotonic()
+        if record is not None:
+            record.unlink(missing_ok=True)  # an earlier call's
         code, said, errors = ended([sys.executable, *arguments], min(left, _SECONDS.get(name, 60.0)), name in _COMMANDS)
+        if code == 0 and record is not None and not record.exists():
+            code = "it has measured nothing"
         if name in _COMMANDS:
             say(name, said=said[-3000:], errors=errors[-500:] if code else "")
         say("end", of=name, code=code, seconds=round(time.monotonic() - began, 1))
@@ -242,7 +250,8 @@ def link() -> None:
     _, table = pages()
     ring = PinnedRing(CudaCopyStream(torch.device("cuda")), RING_BYTES)
     chunks = [
-        Placement(chunk(), patch(), 1000 * n, torch.arange(_TOKENS) + n * _TOKENS + _BLOCK) for n in range(_CHUNKS)
+        Placement(chunk(), patch(), 1000 * n, torch.arange(_TOKENS) + n * _TOKENS + _BLOCK, True, True)  # they last
+        for n in range(_CHUNKS)
     ]
     for name, limit in (("from the host", 0), ("from device memory", 4 << 30)):
         writer = DeviceWriter(table, layout(), torch.bfloat16, ring, DeviceCache(limit))
@@ -338,8 +347,10 @@ def beside_products(body: Callable[[], object]) -> tuple[float, float]:
 
 
 def hand_off() -> None:
+    from infra.vllm_env import GPU_ENVIRONMENT
     from serving.cli.doctor_gpu import probe_nixl
 
+    os.environ.update(GPU_ENVIRONMENT)  # as engines have it
     for result in probe_nixl():
         say("hand-off", ok=result.ok, detail=result.detail)
 

@@ -96,7 +96,7 @@ def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[s
         assert canonical is not None
         assert stored is not None
         if engine.places_on_device:
-            engine.place([Placement(canonical.kv, stored.patch, SHIFT, slots)])
+            engine.place([Placement(canonical.kv, stored.patch, SHIFT, slots, kv_lasts=True, patch_lasts=True)])
         else:
             engine.write_kv(apply(canonical.kv, stored.patch, SHIFT, layout, out=target), slots)
         engine.finish_writes()

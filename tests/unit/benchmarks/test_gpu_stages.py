@@ -1,10 +1,19 @@
-"""A stage on a GPU ends with all that it started."""
+"""Stages on a GPU: they end with all that they started, and count only if they have measured something."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
+
+from infra.vllm_env import GPU_ENVIRONMENT
+from serving.cli import doctor_gpu
+from tests.benchmarks import gpu_stages
 from tests.benchmarks.gpu_stages import ended
 
 _STARTS_ANOTHER = """
@@ -36,3 +45,45 @@ def test_what_a_stage_left_behind_ends_with_it_and_with_its_time():
         found, said, _ = ended([sys.executable, "-c", _STARTS_ANOTHER.format(seconds=seconds)], 5, captured=True)
         assert found == code
         assert gone(int(said))
+
+
+def test_a_benchmark_that_wrote_no_record_has_not_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    record = tmp_path / "ttft.json"
+    monkeypatch.setattr(gpu_stages, "_OUT", tmp_path)
+    monkeypatch.setattr(gpu_stages, "_NEEDS", {})
+    monkeypatch.setitem(gpu_stages._RECORDS, "ttft", record)
+    record.write_text("an earlier call's")
+    monkeypatch.setitem(gpu_stages._COMMANDS, "ttft", ["-c", ""])
+    gpu_stages.main(["ttft"])
+    assert gpu_stages.finished() == set()
+    monkeypatch.setitem(gpu_stages._COMMANDS, "ttft", ["-c", f"open({str(record)!r}, 'w').write('numbers')"])
+    gpu_stages.main(["ttft"])
+    assert gpu_stages.finished() == {"ttft"}
+
+
+def test_the_benchmark_of_the_command_line_is_run_by_its_stage():
+    command = gpu_stages._COMMANDS["link-time"]
+    asked = [sys.executable, *command[: command.index("link-time")], "list"]
+    assert "link-time" in subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("stage", "absent"), [("exactness", "pytest"), ("hand-off", "nixl"), ("ttft", "vllm")])
+def test_a_stage_whose_packages_are_absent_is_left_out(
+    stage: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(gpu_stages, "_OUT", tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == absent else name)
+    monkeypatch.setattr(gpu_stages, "ended", lambda *_: pytest.fail("it ran"))
+    gpu_stages.main([stage])
+    assert json.loads(capsys.readouterr().out) == {"stage": "left out", "of": stage, "absent": [absent]}
+    assert gpu_stages.finished() == set()
+
+
+def test_a_hand_off_is_measured_with_the_switches_that_engines_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_stages, "_OUT", tmp_path)
+    for switch in GPU_ENVIRONMENT:
+        monkeypatch.setenv(switch, "off")
+    found = dict[str, str]()
+    monkeypatch.setattr(doctor_gpu, "probe_nixl", lambda: found.update(os.environ) or [])
+    gpu_stages.hand_off()
+    assert found.items() >= GPU_ENVIRONMENT.items()

@@ -112,4 +112,4 @@ def test_only_engines_with_our_extension_need_vllms_first_runner(cuda_build: pyt
 
 def test_an_engine_on_a_cpu_keeps_vllms_blocks_and_needs_no_gpus_switches() -> None:
     assert "block_size" not in ModelEngineSpec("model").arguments()
-    assert vllm_environment(kv_cache_gib=1).keys().isdisjoint(vllm_env._GPU_ENVIRONMENT)
+    assert vllm_environment(kv_cache_gib=1).keys().isdisjoint(vllm_env.GPU_ENVIRONMENT)

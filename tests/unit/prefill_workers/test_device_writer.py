@@ -86,7 +86,8 @@ def stored(sizes: Sequence[int]) -> list[Placement]:
         if number % 3:
             parts = [form_patch(torch.randn(kv.shape), LAYOUT, 3, dtype=torch.int8) for _ in range(2)]
             patch = parts[0] if number % 3 == 1 else compose(parts, 0.5)
-        chunks.append(Placement(kv, patch, 7 * number, torch.arange(slot, slot + tokens)))
+        at = torch.arange(slot, slot + tokens)
+        chunks.append(Placement(kv, patch, 7 * number, at, kv_lasts=True, patch_lasts=True))
         slot += tokens
     return chunks
 
@@ -129,6 +130,19 @@ def test_a_chunk_that_stays_on_the_device_is_not_copied_again(device: CountingDe
     assert device.copies == before + 1, "the descriptor alone"
     assert cache.hits == 5  # three times KV, two patches
     assert all(torch.equal(a, b) for a, b in zip(*kernel.launches, strict=True))
+
+
+def test_what_no_later_link_brings_again_leaves_the_copies_of_records_alone(device: CountingDevice) -> None:
+    writer, kernel, cache = writer_on(device)
+    records = stored([5, 9, 3])
+    writer.write(records)
+    cache.limit_bytes = kept = cache.nbytes
+    passing = [chunk._replace(kv_lasts=False, patch_lasts=False) for chunk in stored([7, 9, 3])]
+    bound = records[1]._replace(patch=passing[1].patch, patch_lasts=False)
+    writer.write([*passing, bound])
+    assert torch.equal(kernel.launches[1][0], passing[0].kv)
+    assert cache.nbytes == kept
+    assert all(cache.holds(part) for one in records for part in (one.kv, one.patch) if part is not None)
 
 
 def test_a_copy_that_stays_holds_no_memory_of_those_that_leave(device: CountingDevice) -> None:
@@ -210,6 +224,18 @@ def test_a_copy_ends_with_its_original() -> None:
     gc.collect()
     assert cache.get(kept) == "kept"
     assert cache.nbytes == 40
+
+
+def test_a_copy_ends_with_its_original_where_nobody_asks_for_another() -> None:
+    cache, kept, dropped = DeviceCache[str](100), Original(), Original()
+    cache.put(kept, "kept", 40)
+    cache.put(dropped, "dropped", 40)
+    before = cache.version
+    del dropped
+    gc.collect()
+    cache.drop_ended()
+    assert (cache.nbytes, cache.holds(kept)) == (40, True)
+    assert cache.version > before
 
 
 def test_what_is_used_least_leaves_first_and_what_never_fits_is_not_kept() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -23,6 +23,7 @@ from kvstore.tiers.faults import FaultyTier, HeldTier
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.link.keys import ChunkKeys
 from prefill_workers.link.layerwise_load import LayerwiseLoad
+from prefill_workers.link.linker import Linker
 from prefill_workers.link.lookups import Found, Lookup, Lookups
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import Mode, OperatingPoint
@@ -417,3 +418,16 @@ def test_pins_end_with_the_plan_or_when_it_says_so() -> None:
     assert ended == ["said"]
     plan_of().pinned_by(lambda: ended.append("dropped"))
     assert ended == ["said", "dropped"]
+
+
+def test_what_may_stay_on_a_device_is_what_records_hold_not_what_is_bound_or_summed() -> None:
+    page, record = chunk(10, 20, OperatingPoint.PATCHED), patch_of(RECORD)
+    linker: Any = SimpleNamespace(form=SimpleNamespace(basis=None))
+    found = Found(RECORD, record)
+    placed = Linker._placed(linker, page, found)
+    assert (placed.kv is RECORD.kv, placed.kv_lasts, placed.patch_lasts) == (True, True, True)
+    assert Linker._placed(linker, page, Found(RECORD))[-2:] == (True, False)
+    summed = replace(found, parts=(record.patch, record.patch))
+    assert Linker._placed(linker, page, summed)[-2:] == (True, False)
+    bound: Any = SimpleNamespace(patch=SimpleNamespace(bind=lambda basis: record.patch))
+    assert Linker._placed(linker, page, Found(RECORD, bound))[-2:] == (True, False)

@@ -158,6 +158,17 @@ def test_what_is_placed_otherwise_is_left_alone(rig: Rig):
     assert session.left_to_write(0) == []
 
 
+def test_a_segment_that_is_written_whole_is_the_records_own_and_may_stay_on_a_device(rig: Rig):
+    rig.link(HEAD, "1", "a")
+    segments = rig.links.store.open("acme", SESSION).segments
+    records = [rig.library.get_segment(kept.conditioned.key, "acme").kv for kept in segments]
+    session = rig.plan(rig.request(HEAD, "1", "a"))
+    assert [one.kv_lasts for one in session.placed] == [True, True, False], "of the last one a token is computed"
+    assert [one.kv is kv for one, kv in zip(session.placed, records, strict=True)] == [True, True, False]
+    cut, page, _ = session.left_to_write(4)
+    assert (cut.kv_lasts, page.kv_lasts, page.kv is records[1]) == (False, True, True)
+
+
 def test_exact_takes_exact_kv_alone(rig: Rig):
     rig.link(*FIRST)
     for options in ({"mode": Mode.EXACT}, {"session": replace(SESSION, survivors=Survivors.EXACT)}):

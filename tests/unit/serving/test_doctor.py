@@ -227,6 +227,20 @@ def test_the_engine_is_checked_with_the_kv_that_it_will_have(monkeypatch: pytest
     assert environments["engine"]["VLLM_CPU_KVCACHE_SPACE"] == "8"
 
 
+def test_a_hand_off_is_measured_with_the_switches_that_engines_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: dict[str, Mapping[str, str]] = {}
+
+    def probe(name: str, *_: str, environment: Mapping[str, str] | None = None, **__: str) -> list[CheckResult]:
+        environments[name] = environment or {}
+        return []
+
+    monkeypatch.setattr(doctor, "run_probe", probe)
+    for is_cpu in (True, False):
+        monkeypatch.setattr(doctor, "is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        doctor.run_doctor(ports=())
+        assert ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY" in environments["nixl"]) is not is_cpu
+
+
 def test_a_probe_that_hangs_ends_with_the_processes_that_it_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

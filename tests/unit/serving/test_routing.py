@@ -217,6 +217,27 @@ def test_a_fork_begins_where_its_parent_is_kept_and_stays_there():
     assert best(policy, turn(fork)) == ("a", "hot"), "it went on there, for its parent's worker was busy"
 
 
+def test_a_fork_that_went_elsewhere_stays_there_and_its_parent_where_it_was():
+    def turn(session: SessionRef) -> tuple[str, tuple[Any, ...]]:
+        method, (request, *rest) = link(tokens=100, text=3000)
+        return method, (replace(request, tenant="acme", session=session), *rest)
+
+    for on_device in (None, b""):
+        policy, _ = prefill()
+        kept = {"hot": session_mark("acme", "parent"), "hot_version": 9}
+        gpu = {"on_device": on_device, "bytes_per_token": 100_000}
+        policy.reported("a", prefill_report(queued=90_000, sequence=0) | kept | gpu)
+        policy.reported("b", prefill_report(sequence=0) | gpu)
+        fork, parent = turn(SessionRef("fork", parent="parent")), turn(SessionRef("parent"))
+        assert best(policy, fork) == ("b", "spread"), "the worker of its parent is busy"
+        policy.sent("b", "first", policy.ask(*fork))
+        assert session_mark("acme", "parent") not in policy.view("b").expected
+        policy.completed("b", "first")
+        policy.reported("a", prefill_report(sequence=1) | kept | gpu)
+        assert best(policy, parent) == ("a", "hot")
+        assert best(policy, fork) == ("b", "hot"), "before its worker reports it"
+
+
 def test_of_workers_with_gpus_that_is_chosen_whose_gpu_has_the_chunks():
     policy, _ = prefill()
     for replica, copies in (("a", b""), ("b", mark_of("p"))):
