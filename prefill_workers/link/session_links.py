@@ -13,11 +13,11 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,7 @@ class SessionPlan:
     rotated_from: int = 0  # first token whose kept KV stands at another position than where it was computed
     knows: Sequence[Sequence[str]] = ()  # by segment, contents that its kept KV was computed behind
     opened: int = 0  # epoch of the store, by which it knows of a deletion since
+    opened_at: float = field(default_factory=time.time)  # Unix seconds
 
     def __post_init__(self) -> None:
         ids = tuple(segment.id for segment in self.segments)
@@ -163,11 +164,17 @@ class SessionPlan:
         return "kept by the session: computed behind what stands in front of it and what has left"
 
 
+class _Allows(Protocol):
+    """See `fidelity.monitor.Fidelity.allows`."""
+
+    def __call__(self, point: OperatingPoint, made: float = ...) -> bool: ...
+
+
 class SessionLinks:
     """Sessions of one engine's links.
 
     Args:
-        allows: whether requests may be served at an operating point.
+        allows: whether requests may be served at an operating point, and with KV made when.
         free_text: see `prefill_workers.link.keys.contexts`.
     """
 
@@ -176,7 +183,7 @@ class SessionLinks:
         engine: PrefillEngine,
         library: Library,
         store: SessionStore,
-        allows: Callable[[OperatingPoint], bool],
+        allows: _Allows,
         free_text: int,
     ) -> None:
         self._engine, self._library, self.store = engine, library, store
@@ -212,10 +219,14 @@ class SessionLinks:
         return SessionPlan(session, found, matches, served, loads, patches, opened=opened)
 
     def _allowed(self, segment: KeptSegment) -> KeptSegment:
-        """The segment without KV of operating points that are switched off; what idle time computes is exact."""
+        """The segment without KV of operating points that are switched off, or were since it was made.
+
+        What idle time computes is exact.
+        """
 
         def allowed(kv: KeptKV | None) -> KeptKV | None:
-            return kv if kv is not None and all(self._allows(OperatingPoint(point)) for point in kv.points) else None
+            serves = kv is not None and all(self._allows(OperatingPoint(point), kv.made) for point in kv.points)
+            return kv if serves else None
 
         return replace(segment, conditioned=allowed(segment.conditioned), mended=allowed(segment.mended))
 
@@ -322,7 +333,7 @@ class SessionLinks:
         behind += chain.from_iterable(session.knows[:i])  # what it learnt of these from survivors in front of it
         at, front = session.positions[i], session.front(i)
         kept = self.store_segment(request.tenant, kv, at, front, content, behind, seconds, is_exact=is_exact)
-        return replace(kept, points=points)
+        return replace(kept, points=points, made=session.opened_at)
 
     def store_segment(
         self,

@@ -15,12 +15,13 @@ from kvstore.library import Library
 from kvstore.operator.apply import relocate
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
+from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.session_links import SessionLinks, SessionPlan
 from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest, SessionRef, Survivors
 from prefill_workers.sequence import Run
 from prefill_workers.sessions.store import SessionStore
-from prefill_workers.settings import SessionSettings
+from prefill_workers.settings import FidelitySettings, SessionSettings
 
 PAGE = 5  # tokens
 HEAD, WORDS = list(range(1, 11)), {"a": list(range(20, 32)), "b": list(range(40, 52)), "c": [60, 61]}
@@ -43,10 +44,9 @@ class Rig:
 
     def __init__(self, library: Library) -> None:
         self.engine, self.library = Engine(), library
-        self.disabled = set[OperatingPoint]()
+        self.fidelity = Fidelity(FidelitySettings(share=0))
         store = SessionStore(library, "float32", SessionSettings())
-        allows = lambda point: point not in self.disabled  # noqa: E731
-        self.links = SessionLinks(self.engine, library, store, allows, free_text=2)  # type: ignore[arg-type]
+        self.links = SessionLinks(self.engine, library, store, self.fidelity.allows, free_text=2)  # type: ignore[arg-type]
 
     def request(self, *parts: str | list[int], mode: Mode = Mode.AUTO, session: SessionRef = SESSION) -> LinkRequest:
         """A request of texts, by their tokens or names, and pages, by their numbers."""
@@ -165,7 +165,7 @@ def test_exact_takes_exact_kv_alone(rig: Rig):
         assert set(session.points) == {OperatingPoint.PREFIX, None}
         assert session.outcome().prefix == 1
         assert session.outcome().computed == 3
-    rig.disabled.add(OperatingPoint.SURVIVED)
+    rig.fidelity.disable(OperatingPoint.SURVIVED, "a test")
     assert set(rig.plan(rig.request(*SLID)).points) == {OperatingPoint.PREFIX, None}
     assert rig.links.open(rig.request(*SLID, mode=Mode.FULL_REUSE)) is None
 
@@ -264,8 +264,13 @@ def test_kv_made_at_a_point_that_is_switched_off_since_does_not_serve(rig: Rig):
     request = rig.request(*parts)
     rig.finish(request, rig.plan(request), 0, made_at=OperatingPoint.PATCHED)
     assert set(rig.plan(rig.request(*parts)).points[1:]) == {OperatingPoint.SURVIVED}
-    rig.disabled.add(OperatingPoint.PATCHED)
+    rig.fidelity.disable(OperatingPoint.PATCHED, "a test")
     assert rig.plan(rig.request(*parts)).points == [OperatingPoint.PREFIX, *[None] * 4]
+    rig.fidelity.allow(OperatingPoint.PATCHED)
+    computed = rig.plan(rig.request(*parts))
+    assert computed.points == [OperatingPoint.PREFIX, *[None] * 4], "its patch may be what it was switched off for"
+    rig.finish(request, computed, 1, made_at=OperatingPoint.PATCHED)
+    assert set(rig.plan(rig.request(*parts)).points[1:]) == {OperatingPoint.SURVIVED}, "the new patch is not"
 
 
 def test_survivors_exact_are_mode_exact_in_requests_and_their_announcements():

@@ -34,7 +34,7 @@ class Worker:
     def __init__(self, library: Library) -> None:
         self.engine: Any = Transformer()
         store = SessionStore(library, "float32", SessionSettings())
-        self.links = SessionLinks(self.engine, library, store, lambda point: True, free_text=2)
+        self.links = SessionLinks(self.engine, library, store, lambda point, made=0.0: True, free_text=2)
         scratch = Scratch(SPARE, BLOCK, lambda left: min(left, 5))
         self.refresh = SessionRefresh(self.engine, library, self.links, scratch)
 

@@ -169,11 +169,16 @@ def test_exact_takes_exact_kv_behind_just_what_it_was_computed_behind():
 
 
 def test_a_manifest_is_read_as_it_was_written():
-    text = KeptSegment("t", 2, text=(5, 6), conditioned=KeptKV("k", ("h", "A"), False, 9))
+    kv = KeptKV("k", ("h", "A"), False, 9, points=("patched",), made=3.5)
+    text = KeptSegment("t", 2, text=(5, 6), conditioned=kv)
     page = replace(WINDOW[2], content="page")
     segments = (WINDOW[0], page, text, KeptSegment("n", 1), mended("C", "hAB", "hB"))
     session = Session("s", "acme", 1.0, 2.0, segments, ("gone",), "parent")
     assert Session.from_json(session.to_json()) == session
+    undated = session.to_json().replace(b',"made":0.0', b"").replace(b',"made":3.5', b"")
+    of_no_time = replace(text, conditioned=replace(kv, made=0.0))
+    read = Session.from_json(undated)
+    assert read.segments == (*segments[:2], of_no_time, *segments[3:]), "one of before KV was dated"
 
 
 def test_a_deleted_content_takes_all_along_that_was_computed_behind_it():
