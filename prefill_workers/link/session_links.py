@@ -28,6 +28,7 @@ from kvstore.operator.apply import apply
 from kvstore.operator.patch import Patch
 from kvstore.records.record import SegmentPatchRecord, SegmentRecord
 from kvstore.tiers.loading import Loading
+from prefill_workers.compaction.plan import observed
 from prefill_workers.link.lookups import Stored
 from prefill_workers.link.place_kv import PlacedChunk
 from prefill_workers.modes import EXACT_POINTS, ModeKind, OperatingPoint, uses_session
@@ -66,6 +67,7 @@ class SessionPlan:
     points: Sequence[OperatingPoint | None] = ()
     placed: Sequence[PlacedChunk] = ()
     runs: Sequence[Run] = ()
+    limit: int = 0  # first token that the link's own forward computes whatever is kept
     rotated_from: int = 0  # first token whose kept KV stands at another position than where it was computed
     knows: Sequence[Sequence[str]] = ()  # by segment, contents that its kept KV was computed behind
     opened: int = 0  # epoch of the store, by which it knows of a deletion since
@@ -216,7 +218,8 @@ class SessionLinks:
         load = partial(self._library.load, "segment", tenant=request.tenant)
         loads = [None if kv is None else load(kv.key) for kv in served]
         patches = [load(kv.patch) if kv is not None and kv.patch else None for kv in served]
-        return SessionPlan(session, found, matches, served, loads, patches, opened=opened)
+        limit = len(request.token_ids) - observed(request)
+        return SessionPlan(session, found, matches, served, loads, patches, limit=limit, opened=opened)
 
     def _allowed(self, segment: KeptSegment) -> KeptSegment:
         """The segment without KV of operating points that are switched off, or were since it was made.
@@ -268,8 +271,7 @@ class SessionLinks:
                 whole = apply(record.kv, mend.patch, 0, record.layout)
             knows[len(served)] = record.antecedents
             served.append(kv)
-            # A prompt's last token is computed: its logits are wanted.
-            run = Run(max(segment.start, known.stop), min(segment.stop, positions.shape[-1] - 1))
+            run = Run(max(segment.start, known.stop), min(segment.stop, plan.limit))
             if run.start < run.stop:
                 kv_there = whole[:, run.start - segment.start : run.stop - segment.start]
                 placed.append(PlacedChunk(kv_there, None, position - record.at, run))

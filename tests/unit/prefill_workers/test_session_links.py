@@ -15,10 +15,11 @@ from kvstore.library import Library
 from kvstore.operator.apply import relocate
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
+from prefill_workers.compaction.plan import OBSERVERS
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.session_links import SessionLinks, SessionPlan
 from prefill_workers.modes import Mode, OperatingPoint
-from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest, SessionRef, Survivors
+from prefill_workers.protocol import ChunkSpan, Compaction, LinkRequest, PrefetchRequest, SessionRef, Survivors
 from prefill_workers.sequence import Run
 from prefill_workers.sessions.store import SessionStore
 from prefill_workers.settings import FidelitySettings, SessionSettings
@@ -145,6 +146,16 @@ def test_the_same_prompt_computes_its_last_token_alone(rig: Rig):
     assert session.runs == [Run(0, 10), Run(10, 15), Run(15, 26)]
     ends_in_a_page = rig.plan(rig.request(HEAD, "1"))
     assert ends_in_a_page.runs == [Run(0, 10)], "its last token may need the page's embeddings"
+
+
+def test_the_words_that_choose_which_entries_are_handed_off_are_computed(rig: Rig):
+    question = list(range(100, 140))
+    rig.link(HEAD, "1", question)
+    request = replace(rig.request(HEAD, "1", question), compaction=Compaction(budget=0.5))
+    assert rig.plan(request).runs == [Run(0, 10), Run(10, 15), Run(15, 55 - OBSERVERS)]
+    rig.link(HEAD, "1", "a", session=SessionRef("short"))
+    request = replace(rig.request(HEAD, "1", "a", session=SessionRef("short")), compaction=Compaction(budget=0.5))
+    assert rig.plan(request).runs == [Run(0, 10), Run(10, 15)], "no page is computed again for it"
 
 
 def test_what_is_placed_otherwise_is_left_alone(rig: Rig):
