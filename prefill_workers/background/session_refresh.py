@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kvstore.deletions import reaches
 from kvstore.library import Library
-from kvstore.operator.apply import relocate
-from kvstore.operator.patch import PatchKind, deficit
+from kvstore.operator.apply import deficit_at
+from kvstore.operator.patch import PatchKind
 from kvstore.records.keys import owner_of
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
@@ -239,7 +239,7 @@ class SessionRefresh:
                 continue
             at = int(positions.reshape(-1, positions.shape[-1])[0, starts[i]])
             exact = self._engine.read_kv(self._scratch.blocks, starts[i], len(segment))
-            delta = deficit(relocate(exact, record.at - at, layout), record.kv)
+            delta = deficit_at(exact, record.kv, at - record.at, layout)
             patch = yield from aside(self._asking, _REMOVAL.form, delta, layout, PatchKind.removal, self._engine.dtype)
             front = tuple(one.id for one in stretch.segments[:i])
             found[segment.id] = self._links.store_removal(kv, front, record, patch)

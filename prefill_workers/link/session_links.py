@@ -24,7 +24,6 @@ from torch import Tensor
 
 from kvstore.errors import StoreError
 from kvstore.library import Library
-from kvstore.operator.apply import apply
 from kvstore.operator.patch import Patch
 from kvstore.records.record import SegmentPatchRecord, SegmentRecord
 from kvstore.tiers.loading import Loading
@@ -132,7 +131,9 @@ class SessionPlan:
         for one in placed:
             start = max(known, one.run.start)
             if start < one.run.stop:
-                left.append(one._replace(kv=one.kv[:, start - one.run.start :], run=Run(start, one.run.stop)))
+                skipped = start - one.run.start
+                patch = None if one.patch is None else one.patch.of_tokens(skipped, len(one.run))
+                left.append(PlacedChunk(one.kv[:, skipped:], patch, one.position, Run(start, one.run.stop)))
         return left
 
     def outcome(self) -> SessionOutcome:
@@ -263,18 +264,20 @@ class SessionLinks:
             if not isinstance(record, SegmentRecord) or not self._fits(record, len(segment), position):
                 served.append(None)
                 continue
-            whole = record.kv
+            whole, patch = record.kv, None
             if patch_load is not None:
                 if not isinstance(mend, SegmentPatchRecord) or mend.layout != record.layout:
                     served.append(None)
                     continue
-                whole = apply(record.kv, mend.patch, 0, record.layout)
+                patch = mend.patch
             knows[len(served)] = record.antecedents
             served.append(kv)
             run = Run(max(segment.start, known.stop), min(segment.stop, plan.limit))
             if run.start < run.stop:
                 kv_there = whole[:, run.start - segment.start : run.stop - segment.start]
-                placed.append(PlacedChunk(kv_there, None, position - record.at, run))
+                if patch is not None:
+                    patch = patch.of_tokens(run.start - segment.start, run.stop - segment.start)
+                placed.append(PlacedChunk(kv_there, patch, position - record.at, run))
         runs = [one.run for one in placed]
         rotated = min((one.run.start for one in placed if one.position), default=positions.shape[-1])
         ended = replace(plan, served=served, loads=(), patch_loads=())

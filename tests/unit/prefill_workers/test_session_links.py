@@ -12,7 +12,8 @@ import torch
 from kvstore_support import FINGERPRINT, GQA, random_kv
 
 from kvstore.library import Library
-from kvstore.operator.apply import relocate
+from kvstore.operator.apply import apply, relocate
+from kvstore.operator.patch import form_patch
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.compaction.plan import OBSERVERS
@@ -167,6 +168,24 @@ def test_what_is_placed_otherwise_is_left_alone(rig: Rig):
     assert (cut.run, cut.position) == (Run(12, 15), whole.position)
     assert torch.equal(cut.kv, whole.kv[:, 2:])
     assert session.left_to_write(0) == []
+
+
+def test_a_removal_patch_is_added_where_its_kv_is_turned_and_cut_with_it(rig: Rig):
+    _, before = rig.link(*FIRST)
+    head, *_, page = rig.links.store.get("acme", "s").segments[:4]
+    record = rig.library.get_segment(page.conditioned.key, "acme")
+    patch = form_patch(random_kv(GQA, PAGE, seed=9), GQA, 2)
+    mended = rig.links.store_removal(page.conditioned, (head.id,), record, patch)
+    rig.links.store.add_refreshed("acme", "s", {page.id: mended}, "mended")
+    request = rig.request(*SLID, session=replace(SESSION, survivors=Survivors.REMOVAL))
+    session = rig.plan(request)
+    placed = session.placed[1]
+    assert torch.equal(placed.kv, before[:, 27:32])
+    assert placed.patch is not None
+    whole = apply(placed.kv, placed.patch, placed.position, GQA)
+    for start, cut in (12, session.left_to_write(12)[0]), (13, rig.plan(request, known=13).placed[0]):
+        assert cut.run == Run(start, 15)
+        torch.testing.assert_close(apply(cut.kv, cut.patch, cut.position, GQA), whole[:, start - 10 :])
 
 
 def test_exact_takes_exact_kv_alone(rig: Rig):

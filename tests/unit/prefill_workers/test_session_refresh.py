@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kvstore.library import Library
 from kvstore.operator.apply import relocate
+from kvstore.operator.patch import Patch
+from kvstore.records.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.background.session_refresh import SessionRefresh
@@ -28,11 +30,23 @@ from prefill_workers.sessions.store import SessionStore
 from prefill_workers.settings import SessionSettings
 
 
+class InBfloat16(Transformer):
+    """The transformer with KV that is rounded as it is read."""
+
+    dtype = torch.bfloat16
+
+    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
+        super().write_kv(kv.float(), slots)
+
+    def read_kv(self, blocks: Sequence[int], start: int, count: int) -> Tensor:
+        return super().read_kv(blocks, start, count).bfloat16()
+
+
 class Worker:
     """Links and refreshes of sessions on the transformer, one after the other."""
 
-    def __init__(self, library: Library) -> None:
-        self.engine: Any = Transformer()
+    def __init__(self, library: Library, engine: Transformer | None = None) -> None:
+        self.engine: Any = engine or Transformer()
         store = SessionStore(library, "float32", SessionSettings())
         self.links = SessionLinks(self.engine, library, store, lambda point, made=0.0: True, free_text=2)
         scratch = Scratch(SPARE, BLOCK, lambda left: min(left, 5))
@@ -82,9 +96,14 @@ class Worker:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def library() -> Iterator[Library]:
     with Library(LibrarySettings(), FINGERPRINT, [MemoryTier()]) as library, torch.inference_mode():
-        yield Worker(library)
+        yield library
+
+
+@pytest.fixture
+def worker(library: Library) -> Worker:
+    return Worker(library)
 
 
 HEAD, TAIL = [1, 2, 3, 4], [9, 8]
@@ -196,6 +215,25 @@ def test_a_removal_patch_takes_out_what_left(worker: Worker):
     points, kv = worker.link(asked[2], at=9)
     assert points[:4] == ["prefix", "survived", "survived", "survived"]
     assert apart(kv, worker.exact(asked[2], at=9), PAGE_1) < 0.02
+
+
+def test_a_removal_patch_is_of_kv_that_was_turned_before_it_was_rounded(library: Library, monkeypatch):
+    formed: list[Tensor] = []
+    form = PatchForm.form
+
+    def noted(self: PatchForm, delta: Tensor, *arguments: Any) -> Patch:
+        formed.append(delta.clone())
+        return form(self, delta, *arguments)
+
+    monkeypatch.setattr(PatchForm, "form", noted)
+    worker = Worker(library, InBfloat16())
+    worker.link(request(0, 1, 2, survivors=Survivors.REMOVAL), at=5)
+    worker.idle()
+    mended = [one.mended for one in worker.links.store.get("local", "s").segments if one.mended]
+    assert len(mended) == len(formed) == 3
+    for kept, delta in zip(mended, formed, strict=True):
+        exact = library.get_segment(kept.key, "local").kv.float() + delta
+        assert float((exact - exact.bfloat16().float()).abs().max()) > 1e-4 * float(exact.abs().max())
 
 
 def test_a_deleted_content_is_not_computed_anew(worker: Worker):
