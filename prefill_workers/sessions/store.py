@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any, get_args
 
 from kvstore.deletions import reaches
 from kvstore.errors import StoreError
@@ -17,7 +18,7 @@ from kvstore.library import Library
 from kvstore.records.keys import session_key
 from kvstore.records.record import SessionRecord
 from prefill_workers.protocol import SessionInfo, SessionRef
-from prefill_workers.sessions.manifest import KeptKV, KeptSegment, MadeIdle, Session
+from prefill_workers.sessions.manifest import KeptKV, MadeIdle, Session
 from prefill_workers.settings import SessionSettings
 
 logger = logging.getLogger(__name__)
@@ -216,20 +217,29 @@ class SessionStore:
         return session.used + self._settings.idle_s < self._clock()
 
     def _bounded(self, session: Session) -> Session:
-        """The session with as much KV as its bytes allow, that of its last segments first."""
-        left = self._settings.max_bytes // 2  # others' sessions stay beside it
-        kept: list[KeptSegment] = []
-        for segment in reversed(session.segments):
-            fitting = list[KeptKV | None]()
-            sizes = dict[str, int]()
-            for kv in (segment.conditioned, segment.refreshed, segment.ahead, segment.mended):
-                new = {} if kv is None else {key: size for key, size in kv.sizes.items() if key not in sizes}
-                sizes |= new
-                left -= sum(new.values())
-                fitting.append(kv if left >= 0 else None)
-            conditioned, refreshed, ahead, mended = fitting
-            kept.append(replace(segment, conditioned=conditioned, refreshed=refreshed, ahead=ahead, mended=mended))
-        return replace(session, segments=tuple(reversed(kept))) if left < 0 else session
+        """The session with as much KV as its bytes allow.
+
+        First what its segments were linked with, for without that they are computed: of the text before the first
+        chunk, with which every window begins, then from the last segment on, for the oldest leaves next. Room that is
+        left is for what idle time made, one of its passes after the other (see `background.session_refresh`), and of
+        each the oldest segment first: what knows most of what leaves, and is served next.
+        """
+        left, segments = self._settings.max_bytes // 2, session.segments  # others' sessions stay beside it
+        head = next((i for i, segment in enumerate(segments) if segment.content), 0)
+        places = [(i, "conditioned") for i in (*range(head), *reversed(range(head, len(segments))))]
+        places += [(i, made) for made in get_args(MadeIdle) for i in range(len(segments))]
+        sizes, gone = dict[str, int](), defaultdict[int, dict[str, Any]](dict)
+        for i, field in places:
+            kv: KeptKV | None = getattr(segments[i], field)
+            new = {} if kv is None else {key: size for key, size in kv.sizes.items() if key not in sizes}
+            if sum(new.values()) > left:
+                gone[i][field] = None
+                continue
+            sizes |= new
+            left -= sum(new.values())
+        if not gone:
+            return session
+        return replace(session, segments=tuple(replace(one, **gone[i]) for i, one in enumerate(segments)))
 
     def _replace(self, name: Name, session: Session | None) -> list[tuple[str, str]]:
         """Exchange a session, the latest in use from now on; returns records that no session holds any more."""

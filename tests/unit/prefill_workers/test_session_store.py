@@ -375,8 +375,34 @@ def test_bytes_are_bounded_and_the_tenant_that_holds_most_gives_way(library: Lib
     assert [info.id for info in store.of_tenant("acme")] == ["large 3", "large 2"]
     put(store, library, "huge", "hABCDEFGHIJKLMN")
     huge = store.get("acme", "huge")
-    assert [one.id for one in huge.segments if one.conditioned] == list("JKLMN"), "the last ones, up to half"
+    assert [one.id for one in huge.segments if one.conditioned] == list("hKLMN"), "the head and the last, up to half"
     assert store.get("modest", "small") == small
+
+
+@pytest.mark.parametrize(
+    ("room", "fits"),
+    [
+        (300, ["h", "B", "C"]),
+        (400, ["h", "A", "B", "C"]),
+        (600, ["h", "A", "A refreshed", "B", "B refreshed", "C"]),
+        (800, ["h", "A", "A refreshed", "A ahead", "B", "B refreshed", "C", "C refreshed"]),
+    ],
+)
+def test_what_idle_time_made_finds_room_behind_all_that_segments_were_linked_with(
+    library: Library, clock: Clock, room: int, fits: list[str]
+):
+    def kv(name: str) -> KeptKV:
+        return KeptKV(name.encode().hex().ljust(64, "0"), (), True, 100)
+
+    window = [KeptSegment("h", 2, conditioned=kv("h"))]
+    for one in "ABC":
+        made = {field: kv(f"{one} {field}") for field in ("refreshed", "ahead")}
+        window.append(KeptSegment(one, 2, f"page {one}", conditioned=kv(one), **made))
+    store = store_of(library, clock, max_bytes=2 * room)
+    store.put(Session("s", "acme", clock.now, clock.now, tuple(window)))
+    left = store.get("acme", "s")
+    assert left is not None
+    assert [one.key for one in left.records()] == [kv(name).key for name in fits]
 
 
 def test_a_deleted_content_goes_from_sessions(library: Library, clock: Clock):
@@ -396,7 +422,7 @@ def test_what_finds_no_room_is_deleted(library: Library, clock: Clock):
     store = store_of(library, clock, max_bytes=1000)
     huge = put(store, library, "huge", "hABCDEFGHIJKLMN")
     settle(store)
-    assert [one.id for i, one in enumerate(huge.segments) if is_stored(library, huge, i)] == list("JKLMN")
+    assert [one.id for i, one in enumerate(huge.segments) if is_stored(library, huge, i)] == list("hKLMN")
 
 
 def test_what_was_deleted_since_it_was_opened_is_not_kept(library: Library, clock: Clock):
