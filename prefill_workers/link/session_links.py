@@ -36,7 +36,7 @@ from prefill_workers.sequence import Run
 from prefill_workers.sessions.alignment import Match, MatchKind, align
 from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
 from prefill_workers.sessions.segments import Segment, segments
-from prefill_workers.sessions.store import SessionStore
+from prefill_workers.sessions.store import Opened, SessionStore
 from prefill_workers.sessions.survivors import choose, unseen
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class SessionPlan:
     limit: int = 0  # first token that the link's own forward computes whatever is kept
     rotated_from: int = 0  # first token whose kept KV stands at another position than where it was computed
     knows: Sequence[Sequence[str]] = ()  # by segment, contents that its kept KV was computed behind
-    opened: int = 0  # epoch of the store, by which it knows of a deletion since
+    opened: Opened | None = None  # holds its records
     opened_at: float = field(default_factory=time.time)  # Unix seconds
 
     def __post_init__(self) -> None:
@@ -200,8 +200,8 @@ class SessionLinks:
         ref = request.session
         if ref is None or not uses_session(request.mode):
             return None
-        opened = self.store.epoch
-        session = self.store.open(request.tenant, ref)
+        opened = self.store.open(request.tenant, ref)
+        session = opened.session
         found = segments(request, (kept.text for kept in session.segments if kept.text))
         matches = align([kept.id for kept in session.segments], [one.id for one in found], session.left)
         if found and found[-1].chunk is not None:
@@ -301,6 +301,8 @@ class SessionLinks:
             self.store.put(session.session.moved_on(kept, time.time()), opened=session.opened)
         except (RuntimeError, StoreError):  # memory, most likely: the link itself has ended well
             logger.exception("session %.32r keeps nothing of its last request", session.session.id)
+            if session.opened is not None:
+                self.store.let_go(session.opened)
 
     def _kept(self, plan: LinkPlan, session: SessionPlan) -> tuple[KeptSegment, ...]:
         kept: list[KeptSegment] = []

@@ -105,6 +105,10 @@ class Session:
             return Session(id, self.tenant, now, now, left=left, parent=self.id)
         return replace(self, id=id, created=now, used=now, parent=self.id)
 
+    def ended(self) -> Session:
+        """What a sweep needs of a deleted session: the keys of its records."""
+        return replace(self, used=0.0, left=(), segments=tuple(replace(one, text=()) for one in self.segments))
+
     def refreshed(self, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> Session:
         """The session with KV of its segments, by their ids, that was made in idle time.
 

@@ -8,9 +8,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
+from weakref import WeakSet
 
 from kvstore.deletions import reaches
 from kvstore.errors import StoreError
@@ -28,13 +29,24 @@ Name = tuple[str, str]  # tenant, session id
 _MOST_ENDED = 4096  # deleted sessions that are remembered, for links that began before
 
 
+@dataclass(eq=False)
+class Opened:
+    """Session that a link has opened, in the store's `epoch` of then.
+
+    Its records are not deleted until it is put, or nobody has this any more.
+    """
+
+    session: Session
+    epoch: int
+
+
 class SessionStore:
     """Sessions that this worker has served. Thread-safe.
 
     Each is also a record of the library, from which another worker, or the next one, goes on. Their KV are records by
     themselves: what lies in a slower tier, or was evicted, is loaded or computed. Forks share records; one goes when no
-    session of this worker needs it. Those of a session that another worker has gone on with stay; the keeper, which
-    knows all manifests, sweeps them.
+    session of this worker needs it, and no link under way has opened one that does. Those of a session that another
+    worker has served or gone on with stay; the keeper, which knows all manifests, sweeps them.
 
     Args:
         precision: of the engine's KV; sessions of another are not found.
@@ -50,6 +62,8 @@ class SessionStore:
         self._holders: Counter[tuple[str, str]] = Counter()  # sessions by tenant and key of a record
         self._sizes: dict[tuple[str, str], int] = {}
         self._bytes: Counter[str] = Counter()  # by tenant
+        self._open = WeakSet[Opened]()
+        self._put_off = set[tuple[str, str]]()  # records to be deleted once no link has them open
         self._ended: dict[Name, int] = {}  # deleted sessions, the latest last, by the epoch that began with it
         self.epoch = 0  # deletions so far
         self._deleting = ThreadPoolExecutor(1, thread_name_prefix="session-delete")  # tiers may be slow
@@ -62,14 +76,20 @@ class SessionStore:
         """Bytes of KV that sessions of this worker hold, in whatever tier."""
         return self._bytes.total()
 
-    def open(self, tenant: str, ref: SessionRef) -> Session:
-        """The session that a request names: known, forked or new. May wait for a tier."""
-        session = self.get(tenant, ref.id)
-        if session is None and ref.parent is not None:
-            parent = self.get(tenant, ref.parent)
+    def open(self, tenant: str, ref: SessionRef) -> Opened:
+        """Open the session that a request names: known, forked or new. May wait for a tier."""
+        now = self._clock()
+        opened = Opened(Session(ref.id, tenant, now, now, parent=ref.parent), self.epoch)
+        if self._find(tenant, ref.id, opened) is None and ref.parent is not None:
+            parent = self._find(tenant, ref.parent, opened)
             if parent is not None:
-                session = parent.forked(ref.id, self._clock(), clean=ref.clean)
-        return session or Session(ref.id, tenant, self._clock(), self._clock(), parent=ref.parent)
+                opened.session = parent.forked(ref.id, now, clean=ref.clean)
+        return opened
+
+    def let_go(self, opened: Opened) -> None:
+        """Hold the records of an opened session no longer: its link has failed."""
+        with self._lock:
+            self._open.discard(opened)
 
     def resident(self, tenant: str, ref: SessionRef) -> Session | None:
         """The session, or the one that it begins as a fork of, if it is in memory."""
@@ -81,13 +101,9 @@ class SessionStore:
 
     def get(self, tenant: str, id: str) -> Session | None:
         """A session that is not expired; None: there is none. May wait for a tier."""
-        with self._lock:
-            session = self._sessions.get((tenant, id))
-        if session is None or self._is_expired(session):  # another worker may have gone on with it
-            session = self._load(tenant, id)
-        return None if session is None or self._is_expired(session) else session
+        return self._find(tenant, id)
 
-    def put(self, session: Session, instead_of: Session | None = None, opened: int | None = None) -> bool:
+    def put(self, session: Session, instead_of: Session | None = None, opened: Opened | None = None) -> bool:
         """Replace a session by what became of it.
 
         Records that no session needs any more are deleted, behind the caller, and so are those that find no room.
@@ -95,7 +111,7 @@ class SessionStore:
         Args:
             session: what became of it.
             instead_of: only while it is this one.
-            opened: the `epoch` when it was opened; only if it was not deleted since.
+            opened: what it was when it was opened; only if it was not deleted since.
 
         Returns:
             False: it was replaced or deleted meanwhile.
@@ -105,12 +121,14 @@ class SessionStore:
         with self._lock:
             if instead_of is not None and self._sessions.get(name) is not instead_of:
                 return False
-            is_deleted = opened is not None and self._ended.get(name, 0) > opened
+            is_deleted = opened is not None and self._ended.get(name, 0) > opened.epoch
             gone, ended, left = set[tuple[str, str]](), list[Session](), set[tuple[str, str]]()
             if not is_deleted:
                 gone.update(self._replace(name, session))
                 ended, left = self._make_room(name)
-                self._library.put_session(self._record(session))  # under the lock: a deletion comes before or after
+                self._store(session)  # under the lock: a deletion comes before or after
+            if opened is not None:
+                self._open.discard(opened)
             gone |= self._unheld(_places(offered))
         self._delete(gone)
         if ended:
@@ -133,24 +151,27 @@ class SessionStore:
     def delete(self, tenant: str, id: str) -> bool:
         """Delete a session and its records. True if there was one.
 
-        Also one that another worker has served, which is gone perhaps.
+        Of one that another worker has served, which is gone perhaps, this one knows no forks: the records that only its
+        stored manifest names are left to the keeper's next sweep.
 
         Raises:
             TierUnavailable: a tier cannot be reached.
         """
-        session = self.get(tenant, id)
         with self._lock:
             self.epoch += 1
             self._ended.pop((tenant, id), None)
             self._ended[tenant, id] = self.epoch
             if len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
-        if session is not None:
-            with self._lock:
-                self._replace((tenant, id), session)  # one from a tier holds its records, too
-                dropped = self._replace((tenant, id), None)
-            self._delete(dropped)
-        return self._library.delete("session", self._key(id), tenant) or session is not None
+            served = self._sessions.get((tenant, id))
+            dropped = self._replace((tenant, id), None)
+        self._delete(dropped)
+        stored = self._load(tenant, id)
+        was_stored = self._library.delete("session", self._key(id), tenant)
+        if stored is not None and not _places(stored).keys() <= set(dropped):
+            self._store(stored.ended())
+        known = [session for session in (served, stored) if session is not None]
+        return any(not self._is_expired(session) for session in known) if known else was_stored
 
     def of_tenant(self, tenant: str) -> list[SessionInfo]:
         """The tenant's sessions that this worker has served, the latest first."""
@@ -194,14 +215,15 @@ class SessionStore:
     def _key(self, id: str) -> str:
         return session_key(self._library.fingerprint, id, self._precision)
 
-    def _record(self, session: Session) -> SessionRecord:
-        return SessionRecord(
+    def _store(self, session: Session) -> None:
+        record = SessionRecord(
             key=self._key(session.id),
             fingerprint=self._library.fingerprint,
             tenant=session.tenant,
             antecedents=session.contents,
             manifest=session.to_json(),
         )
+        self._library.put_session(record)
 
     def _load(self, tenant: str, id: str) -> Session | None:
         record = self._library.get_session(self._key(id), tenant)
@@ -212,6 +234,25 @@ class SessionStore:
         except (ValueError, KeyError, TypeError, IndexError) as error:  # of another version
             logger.warning("session %.32r begins anew: its manifest cannot be read: %s", id, error)
             return None
+
+    def _find(self, tenant: str, id: str, opened: Opened | None = None) -> Session | None:
+        """A session that is not expired, which `opened` is from now on. May wait for a tier."""
+        with self._lock:  # it is held before a later put can drop records of it
+            session = self._sessions.get((tenant, id))
+            if session is not None and not self._is_expired(session):
+                self._hold(session, opened)
+                return session
+        session = self._load(tenant, id)  # another worker may have gone on with it
+        if session is None or self._is_expired(session):
+            return None
+        with self._lock:
+            self._hold(session, opened)
+        return session
+
+    def _hold(self, session: Session, opened: Opened | None) -> None:
+        if opened is not None:
+            opened.session = session
+            self._open.add(opened)
 
     def _is_expired(self, session: Session) -> bool:
         return session.used + self._settings.idle_s < self._clock()
@@ -286,8 +327,8 @@ class SessionStore:
         return ended, dropped
 
     def _delete(self, places: Collection[tuple[str, str]]) -> None:
-        """Delete segments' records, in a while."""
-        if places:
+        """Delete those of these records that nothing needs, in a while, and those that were put off."""
+        if places or self._put_off:
             self._deleting.submit(partial(self._delete_now, places))
 
     def _delete_ended(self, ended: Iterable[Session], places: set[tuple[str, str]]) -> None:
@@ -296,12 +337,14 @@ class SessionStore:
             latest = self._load(session.tenant, session.id)
             if latest is not None and latest.used > session.used:
                 places = places - _places(session).keys()
-        with self._lock:
-            places = self._unheld(places)
         self._delete_now(places)
 
     def _delete_now(self, places: Iterable[tuple[str, str]]) -> None:
-        for tenant, key in places:
+        with self._lock:
+            unheld = self._unheld((*places, *self._put_off))
+            opened = {place for one in self._open for place in _places(one.session)}
+            self._put_off = unheld & opened
+        for tenant, key in unheld - opened:
             try:
                 self._library.delete("segment", key, tenant)
             except StoreError as error:  # the keeper deletes what was not used for long

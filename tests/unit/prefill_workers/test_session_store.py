@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
 from prefill_workers.sessions.segments import SHORTEST_CUT, Segment, segments
 from prefill_workers.sessions.store import SessionStore
 from prefill_workers.sessions.survivors import choose
+from prefill_workers.sessions.sweep import Swept, sweep
 from prefill_workers.settings import SessionSettings
 
 PAGE = [900] * 3
@@ -195,7 +197,7 @@ def test_a_deleted_content_takes_all_along_that_was_computed_behind_it():
 
 
 class Clock:
-    now = 1000.0
+    now = 1e6
 
     def __call__(self) -> float:
         return self.now
@@ -238,7 +240,7 @@ def put(store: SessionStore, library: Library, id: str, names: str, tenant: str 
         )  # fmt: skip
         content = "" if name == "h" else f"page {name}"  # the head is text
         found.append(KeptSegment(name, 2, content, (), KeptKV(key, tuple(names[:i]), True, size)))
-    session = store.open(tenant, SessionRef(id)).moved_on(tuple(found), store._clock())
+    session = store.open(tenant, SessionRef(id)).session.moved_on(tuple(found), store._clock())
     store.put(session)
     return session
 
@@ -314,7 +316,7 @@ def test_without_tiers_a_dropped_session_leaves_nothing_in_memory(clock: Clock):
 def test_what_leaves_a_window_is_deleted_unless_a_fork_holds_it(library: Library, clock: Clock):
     store = store_of(library, clock)
     session = put(store, library, "s", "hAB")
-    fork = store.open("acme", SessionRef("f", "s"))
+    fork = store.open("acme", SessionRef("f", "s")).session
     assert (fork.segments, fork.parent) == (session.segments, "s")
     store.put(fork)
     assert store.nbytes == 300, "a fork shares"
@@ -326,7 +328,43 @@ def test_what_leaves_a_window_is_deleted_unless_a_fork_holds_it(library: Library
     assert not is_stored(library, session, 1)
     assert is_stored(library, session, 2)
     assert store.get("acme", "s").left == ("A",)
-    assert store.open("acme", SessionRef("c", "s", clean=True)).segments == ()
+    assert store.open("acme", SessionRef("c", "s", clean=True)).session.segments == ()
+
+
+def test_what_a_link_has_opened_stays_until_its_session_is_put(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    fork = store.open("acme", SessionRef("f", "s"))
+    slid = session.moved_on((session.segments[0], session.segments[2]), clock.now)
+    store.put(slid)
+    settle(store)
+    assert is_stored(library, session, 1), "the fork may take it"
+    store.put(fork.session.moved_on(session.segments[:2], clock.now), opened=fork)
+    settle(store)
+    assert is_stored(library, session, 1), "and has"
+    store.put(store.get("acme", "f").moved_on(session.segments[:1], clock.now))
+    settle(store)
+    assert not is_stored(library, session, 1)
+
+
+@pytest.mark.parametrize("ends", ["let go", "dropped", "put without it"])
+def test_what_a_link_had_opened_goes_when_that_has_ended(library: Library, clock: Clock, ends: str):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    fork = store.open("acme", SessionRef("f", "s"))
+    store.put(session.moved_on((session.segments[0], session.segments[2]), clock.now))
+    settle(store)
+    if ends == "let go":
+        store.let_go(fork)
+    elif ends == "put without it":
+        store.put(fork.session.moved_on(session.segments[:1], clock.now), opened=fork)
+    else:
+        del fork
+        gc.collect()
+    put(store, library, "t", "h")
+    settle(store)
+    assert not is_stored(library, session, 1)
+    assert is_stored(library, session, 2)
 
 
 def test_a_patch_goes_when_another_takes_its_place_and_its_kv_stays(library: Library, clock: Clock):
@@ -355,14 +393,36 @@ def test_a_patch_goes_when_another_takes_its_place_and_its_kv_stays(library: Lib
     assert not library.has("segment", second, "acme")
 
 
-def test_deleting_a_session_deletes_its_records_also_on_a_worker_that_has_not_served_it(library: Library, clock: Clock):
-    session = put(store_of(library, clock), library, "s", "hAB")
+def test_a_session_that_no_worker_has_served_goes_with_the_next_sweep_but_for_what_forks_share(
+    library: Library, clock: Clock
+):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    fork = store.open("acme", SessionRef("f", "s"))
+    store.put(fork.session.moved_on(session.segments[:2], clock.now), opened=fork)
     other = store_of(library, clock)
     assert not other.delete("another tenant", "s")
     assert other.delete("acme", "s")
     settle(other)
-    assert not any(is_stored(library, session, i) for i in range(3))
+    assert all(is_stored(library, session, i) for i in range(3)), "it does not know who else needs them"
+    assert other.get("acme", "s") is None
     assert not other.delete("acme", "s")
+    library.flush()
+    swept = sweep(library, HOUR, 1 << 30, clock.now)
+    assert (swept.sessions, swept.segments) == (1, 1)
+    assert [is_stored(library, session, i) for i in range(3)] == [True, True, False]
+    assert store.get("acme", "f") is not None
+
+
+def test_deleting_a_session_deletes_its_records_where_it_was_served(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    assert store.delete("acme", "s")
+    settle(store)
+    assert not any(is_stored(library, session, i) for i in range(3))
+    assert not store.delete("acme", "s")
+    library.flush()
+    assert sweep(library, HOUR, 1 << 30, clock.now) == Swept(), "nothing is left to do"
 
 
 def test_bytes_are_bounded_and_the_tenant_that_holds_most_gives_way(library: Library, clock: Clock):
@@ -427,9 +487,10 @@ def test_what_finds_no_room_is_deleted(library: Library, clock: Clock):
 
 def test_what_was_deleted_since_it_was_opened_is_not_kept(library: Library, clock: Clock):
     store = store_of(library, clock)
-    session, opened = put(store, library, "s", "hA"), store.epoch
+    session = put(store, library, "s", "hA")
+    opened = store.open("acme", SessionRef("s"))
     assert store.delete("acme", "s")
     assert not store.put(session, opened=opened)
     assert store.get("acme", "s") is None
     assert store.nbytes == 0
-    assert store.put(session, opened=store.epoch), "one that began behind the deletion is kept"
+    assert store.put(session, opened=store.open("acme", SessionRef("s"))), "one that began behind the deletion is kept"
