@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 _KV = ("conditioned", "refreshed", "ahead", "mended")  # fields of a segment
@@ -158,7 +158,7 @@ class Session:
         place = {id: i for i, id in enumerate(ids)}
 
         def written(kv: KeptKV | None) -> dict[str, object] | None:
-            return None if kv is None else {**asdict(kv), "behind": [place[id] for id in kv.behind]}
+            return None if kv is None else {**vars(kv), "behind": [place[id] for id in kv.behind]}
 
         document = {
             **{name: getattr(self, name) for name in ("id", "tenant", "created", "used", "left", "parent")},

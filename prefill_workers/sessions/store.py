@@ -117,6 +117,7 @@ class SessionStore:
             False: it was replaced or deleted meanwhile.
         """
         offered, session = session, self._bounded(session)
+        record = self._record(session)
         name = session.tenant, session.id
         with self._lock:
             if instead_of is not None and self._sessions.get(name) is not instead_of:
@@ -126,7 +127,7 @@ class SessionStore:
             if not is_deleted:
                 gone.update(self._replace(name, session))
                 ended, left = self._make_room(name)
-                self._store(session)  # under the lock: a deletion comes before or after
+                self._library.put_session(record)  # under the lock: a deletion comes before or after
             if opened is not None:
                 self._open.discard(opened)
             gone |= self._unheld(_places(offered))
@@ -169,7 +170,7 @@ class SessionStore:
         stored = self._load(tenant, id)
         was_stored = self._library.delete("session", self._key(id), tenant)
         if stored is not None and not _places(stored).keys() <= set(dropped):
-            self._store(stored.ended())
+            self._library.put_session(self._record(stored.ended()))
         known = [session for session in (served, stored) if session is not None]
         return any(not self._is_expired(session) for session in known) if known else was_stored
 
@@ -215,15 +216,14 @@ class SessionStore:
     def _key(self, id: str) -> str:
         return session_key(self._library.fingerprint, id, self._precision)
 
-    def _store(self, session: Session) -> None:
-        record = SessionRecord(
+    def _record(self, session: Session) -> SessionRecord:
+        return SessionRecord(
             key=self._key(session.id),
             fingerprint=self._library.fingerprint,
             tenant=session.tenant,
             antecedents=session.contents,
             manifest=session.to_json(),
         )
-        self._library.put_session(record)
 
     def _load(self, tenant: str, id: str) -> Session | None:
         record = self._library.get_session(self._key(id), tenant)

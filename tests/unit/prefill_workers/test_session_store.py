@@ -183,6 +183,19 @@ def test_a_manifest_is_read_as_it_was_written():
     assert read.segments == (*segments[:2], of_no_time, *segments[3:]), "one of before KV was dated"
 
 
+def test_writing_a_manifest_copies_no_ids_that_kv_stands_behind():
+    class Front(tuple[str, ...]):
+        walks = 0
+
+        def __iter__(self):
+            Front.walks += 1
+            return super().__iter__()
+
+    page = KeptSegment("A", 2, "page A", conditioned=KeptKV("k", Front(("h", "t")), True, 1))
+    assert b'"behind":[0,1]' in Session("s", "acme", 0, 0, (page,)).to_json()
+    assert Front.walks == 2, "for their places, and to write these"
+
+
 def test_a_deleted_content_takes_all_along_that_was_computed_behind_it():
     first = replace(WINDOW[1], content="page A")
     left = Session("s", "acme", 0, 0, (WINDOW[0], first, *WINDOW[2:])).without("page A")
