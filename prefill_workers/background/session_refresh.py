@@ -175,7 +175,6 @@ class SessionRefresh:
     def _compute(self, name: Name, plan: LinkPlan, stretch: _Stretch) -> Pieces[None]:
         """Compute a stretch behind what is stored, and keep it. Gives the session up if something is gone."""
         tenant, id = name
-        placed: list[PlacedChunk] = []
         starts, positions = self._laid_out(plan, stretch.segments)
         for (segment, kv), start in zip(stretch.front, starts[: len(stretch.front)], strict=True):
             record = yield from aside(self._asking, self._library.get_segment, kv.key, tenant)
@@ -183,7 +182,9 @@ class SessionRefresh:
                 self._give_up(plan)
                 return
             at = int(positions.reshape(-1, positions.shape[-1])[0, start])
-            placed.append(PlacedChunk(record.kv, None, at - record.at, Run(start, start + len(segment))))
+            run = Run(start, start + len(segment))
+            write_chunks(self._engine, self._scratch.blocks, [PlacedChunk(record.kv, None, at - record.at, run)])
+            yield  # a piece each: a window's KV may be gigabytes
         embedded: list[Embedded] = []
         for segment, start in zip(stretch.lacking, starts[len(stretch.front) :], strict=True):
             if segment.chunk is None or not (chunk := plan.chunks[segment.chunk]).span.needs_embeddings:
@@ -195,7 +196,6 @@ class SessionRefresh:
             embedded.append(Embedded(start + chunk.span.first - segment.start, embeddings, chunk.span.is_embed))
         tokens = torch.cat([plan.sequence.token_ids[segment.start : segment.stop] for segment in stretch.segments])
         sequence = LinkSequence(tokens, positions, self._scratch.blocks, embedded)
-        write_chunks(self._engine, self._scratch.blocks, placed)
         left = [Run(starts[len(stretch.front)], len(sequence))]
         while left:
             runs, left = self._scratch.split(left)

@@ -164,6 +164,27 @@ def test_sessions_take_turns_in_idle_time(worker: Worker):
     assert all(session.segments[3].refreshed and not session.segments[5].refreshed for session in kept)
 
 
+def test_what_a_stretch_stands_behind_is_written_a_segment_a_piece(worker: Worker):
+    worker.link(request(0, 1, 2))
+    wrote = list[int]()
+    write = worker.engine.write_kv
+
+    def noted(kv: Tensor, slots: Tensor) -> None:
+        wrote.append(kv.shape[1])
+        write(kv, slots)
+
+    worker.engine.write_kv = noted
+    pieces = list[tuple[list[int], int]]()
+    while worker.refresh:
+        wrote.clear()
+        before = worker.engine.computed
+        worker.refresh.step()
+        if wrote:
+            pieces.append((list(wrote), worker.engine.computed - before))
+    assert ([7], 0) in pieces
+    assert all(len(segments) == 1 and not computed for segments, computed in pieces), "and no forward with it"
+
+
 def test_a_window_that_loses_two_chunks_takes_what_knows_least_of_them(worker: Worker):
     worker.link(request(0, 1, 2, 3))
     worker.idle()
