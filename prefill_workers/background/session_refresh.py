@@ -202,14 +202,28 @@ class SessionRefresh:
             self._engine.forward([(sequence, runs)])
             if left:
                 yield
-        if stretch.made == "mended":
-            found = yield from self._mended(plan, stretch, starts, positions)
-            self._links.store.add_refreshed(tenant, id, found, "mended")
-            return
-        found = {}
+        found: list[tuple[str, KeptKV]] = []  # texts may recur: of equal ones the last is taken
+        try:
+            if stretch.made == "mended":
+                yield from self._mend(plan, stretch, starts, positions, found)
+            else:
+                self._keep(plan, stretch, starts, positions, found)
+            self._links.store.add_refreshed(tenant, id, dict(found), stretch.made)
+        finally:
+            self._links.store.discard(tenant, [kv for _, kv in found])
+
+    def _keep(
+        self,
+        plan: LinkPlan,
+        stretch: _Stretch,
+        starts: Sequence[int],
+        positions: Tensor,
+        found: list[tuple[str, KeptKV]],
+    ) -> None:
+        """Store the exact KV of a stretch's segments, which is in the scratch blocks."""
         for i, segment in enumerate(stretch.lacking, len(stretch.front)):
-            found[segment.id] = self._links.store_segment(
-                tenant,
+            kv = self._links.store_segment(
+                plan.request.tenant,
                 self._engine.read_kv(self._scratch.blocks, starts[i], len(segment)),
                 int(positions.reshape(-1, positions.shape[-1])[0, starts[i]]),
                 tuple(one.id for one in stretch.segments[:i]),
@@ -218,18 +232,22 @@ class SessionRefresh:
                 0.0,
                 is_exact=True,
             )
-        self._links.store.add_refreshed(tenant, id, found, stretch.made)
+            found.append((segment.id, kv))
 
-    def _mended(
-        self, plan: LinkPlan, stretch: _Stretch, starts: Sequence[int], positions: Tensor
-    ) -> Pieces[dict[str, KeptKV]]:
-        """Removal patches of a stretch's segments, whose exact KV is in the scratch blocks."""
+    def _mend(
+        self,
+        plan: LinkPlan,
+        stretch: _Stretch,
+        starts: Sequence[int],
+        positions: Tensor,
+        found: list[tuple[str, KeptKV]],
+    ) -> Pieces[None]:
+        """Store removal patches of a stretch's segments, whose exact KV is in the scratch blocks."""
         assert plan.request.session is not None
         tenant, layout = plan.request.tenant, self._engine.layout
         session = self._links.store.resident(tenant, plan.request.session)
         kept = {} if session is None else {segment.id: segment.conditioned for segment in session.segments}
         recurring = Counter(segment.id for segment in stretch.segments)
-        found: dict[str, KeptKV] = {}
         for i, segment in enumerate(stretch.lacking, len(stretch.front)):
             kv = kept.get(segment.id)
             if kv is None or recurring[segment.id] > 1:  # of equal texts the KV is of one, and does not tell of which
@@ -242,8 +260,7 @@ class SessionRefresh:
             delta = deficit_at(exact, record.kv, at - record.at, layout)
             patch = yield from aside(self._asking, _REMOVAL.form, delta, layout, PatchKind.removal, self._engine.dtype)
             front = tuple(one.id for one in stretch.segments[:i])
-            found[segment.id] = self._links.store_removal(kv, front, record, patch)
-        return found
+            found.append((segment.id, self._links.store_removal(kv, front, record, patch)))
 
     def _laid_out(self, plan: LinkPlan, segments: Sequence[Segment]) -> tuple[list[int], Tensor]:
         """First tokens and positions of segments that stand behind one another.

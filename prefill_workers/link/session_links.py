@@ -296,15 +296,18 @@ class SessionLinks:
         session = plan.session
         if session is None:
             return
+        stored: list[KeptKV] = []
         try:
-            kept = self._kept(plan, session)
+            kept = self._kept(plan, session, stored)
             self.store.put(session.session.moved_on(kept, time.time()), opened=session.opened)
         except (RuntimeError, StoreError):  # memory, most likely: the link itself has ended well
             logger.exception("session %.32r keeps nothing of its last request", session.session.id)
             if session.opened is not None:
                 self.store.let_go(session.opened)
+            self.store.discard(session.session.tenant, stored)
 
-    def _kept(self, plan: LinkPlan, session: SessionPlan) -> tuple[KeptSegment, ...]:
+    def _kept(self, plan: LinkPlan, session: SessionPlan, stored: list[KeptKV]) -> tuple[KeptSegment, ...]:
+        """Segments of a finished link; `stored` takes their KV that is new."""
         kept: list[KeptSegment] = []
         is_exact, points = True, dict[str, None]()  # approximate ones up to here
         for i, segment in enumerate(session.segments[:_MOST_SEGMENTS]):
@@ -325,6 +328,7 @@ class SessionLinks:
             content = "" if chunk is None else chunk.span.content
             text = () if content else tuple(map(int, plan.request.token_ids[segment.start : segment.stop]))
             conditioned = self._read(plan, session, i, content, is_exact=is_exact, points=tuple(points))
+            stored.append(conditioned)
             refreshed = None if before is None else before.refreshed
             kept.append(KeptSegment(segment.id, len(segment), content, text, conditioned, refreshed))
         return tuple(kept)

@@ -139,14 +139,17 @@ class SessionStore:
     def add_refreshed(self, tenant: str, id: str, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> None:
         """Add KV that was made in idle time, by segments' ids (see `Session.refreshed`).
 
-        What it does not take, or has no room for, is deleted.
+        What it does not take is to be discarded.
         """
         with self._lock:
             session = self._sessions.get((tenant, id))
         if session is not None:
             self.put(session.refreshed(found, made), instead_of=session)
+
+    def discard(self, tenant: str, made: Iterable[KeptKV]) -> None:
+        """Delete what was stored, KV or a patch of it, and is no session's."""
         with self._lock:
-            unheld = self._unheld((tenant, kv.patch or kv.key) for kv in found.values())
+            unheld = self._unheld((tenant, kv.patch or kv.key) for kv in made)
         self._delete(unheld)
 
     def delete(self, tenant: str, id: str) -> bool:

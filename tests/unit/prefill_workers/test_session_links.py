@@ -231,6 +231,22 @@ def test_blocks_are_shared_up_to_what_was_rotated_or_survived(rig: Rig):
     assert rig.plan(rig.request(*FIRST), at=1).shareable_tokens == 0, "all has moved"
 
 
+def test_what_was_stored_of_a_session_that_could_not_be_kept_is_deleted(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    read = rig.engine.read_kv
+
+    def fails(blocks: object, start: int, count: int) -> torch.Tensor:
+        if start > 10:
+            raise RuntimeError("no memory")
+        return read(blocks, start, count)
+
+    monkeypatch.setattr(rig.engine, "read_kv", fails)
+    rig.link(HEAD, "1", "a")
+    assert rig.links.store.get("acme", SESSION.id) is None
+    rig.links.store._deleting.submit(lambda: None).result(10)
+    rig.library.flush()
+    assert rig.library.listed("segment") == []
+
+
 def test_a_lost_record_is_computed(rig: Rig):
     rig.link(*FIRST)
     kept = rig.links.store.get("acme", "s").segments[3].conditioned

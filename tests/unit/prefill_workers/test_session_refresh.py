@@ -19,6 +19,7 @@ from kvstore.operator.patch import Patch
 from kvstore.records.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.paths import record_path
 from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.link.place_kv import write_chunks
 from prefill_workers.link.session_links import SessionLinks
@@ -289,6 +290,30 @@ def test_an_action_that_recurs_is_exact_too(worker: Worker):
     worker.idle()
     points, _ = worker.link(asked(1, 2, 3, 4))
     assert points[:6] == ["prefix"] * 6
+
+
+def test_of_a_text_that_recurs_behind_a_page_nothing_is_stored_that_no_manifest_names(worker: Worker, library: Library):
+    text = list(range(100, 110))
+
+    def asked(*parts: int | list[int]) -> LinkRequest:
+        tokens, spans = [*HEAD], list[ChunkSpan]()
+        for part in parts:
+            if isinstance(part, int):
+                spans.append(ChunkSpan(f"page {part}", TEXT, len(tokens), len(tokens) + 7, len(tokens), 7))
+            tokens += [10 + part * 7 + i for i in range(7)] if isinstance(part, int) else part
+        return LinkRequest("r", tokens, tuple(spans), session=SessionRef("s", survivors=Survivors.REFRESH))
+
+    worker.link(asked(0, text, 1, TAIL))
+    worker.idle()
+    worker.link(asked(0, text, 1, text + text, 2, TAIL))
+    worker.idle()
+    store = worker.links.store
+    session = store.get("local", "s")
+    assert [one.id for one in session.segments].count(session.segments[2].id) == 3
+    store._deleting.submit(lambda: None).result(10)
+    library.flush()
+    named = {record_path("segment", kv.key, FINGERPRINT, "local") for kv in session.records()}
+    assert {entry.key for entry in library.listed("segment")} == named
 
 
 @pytest.mark.parametrize("pages", [(0, 1, 1, 1, 2), (1, 1, 1, 1, 2), (0, 1, 2, 1, 2, 1, 3)])

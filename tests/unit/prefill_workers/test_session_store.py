@@ -390,7 +390,9 @@ def test_a_patch_goes_when_another_takes_its_place_and_its_kv_stays(library: Lib
         library.put_segment(segment_patch_of(canonical(), key))
         library.put_segment(segment_patch_of(canonical(), "9" * 64))
         patched = replace(kv, behind=("h",), is_exact=False, patch=key, patch_nbytes=7)
-        store.add_refreshed("acme", "s", {"B": patched, "gone": replace(patched, patch="9" * 64)}, "mended")
+        made = {"B": patched, "gone": replace(patched, patch="9" * 64)}
+        store.add_refreshed("acme", "s", made, "mended")
+        store.discard("acme", made.values())
         settle(store)
         return key
 
