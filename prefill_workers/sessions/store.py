@@ -263,10 +263,9 @@ class SessionStore:
     def _bounded(self, session: Session) -> Session:
         """The session with as much KV as its bytes allow.
 
-        First what its segments were linked with, for without that they are computed: of the text before the first
-        chunk, with which every window begins, then from the last segment on, for the oldest leaves next. Room that is
-        left is for what idle time made, one of its passes after the other (see `background.session_refresh`), and of
-        each the oldest segment first: what knows most of what leaves, and is served next.
+        There is room first for what its segments were linked with, without which they are computed: for that of the
+        head, with which every window begins, then from the last segment back, as the oldest leaves next. Then for what
+        idle time made, pass by pass (see `background.session_refresh`), the oldest segment's first: it is needed next.
         """
         left, segments = self._settings.max_bytes // 2, session.segments  # others' sessions stay beside it
         head = next((i for i, segment in enumerate(segments) if segment.content), 0)
