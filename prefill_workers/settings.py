@@ -105,7 +105,8 @@ class SessionSettings(BaseModel):
         8 << 30,
         ge=1,
         description="KV of all sessions of one worker, in whatever tier of the library. Beyond it, sessions of the "
-        "tenant that holds most go, the longest idle first; of a session with more than half, its oldest segments.",
+        "tenant that holds most go, the longest idle first; of a session with more than half, what idle time made, "
+        "then its oldest segments.",
     )
 
 

@@ -126,6 +126,13 @@ class Directions:
         """The same with so many empty layers before them."""
         return replace(self, ranks=(0,) * layers + self.ranks)
 
+    def of_tokens(self, start: int, stop: int) -> Directions:
+        """The same directions of the tokens from `start` to `stop`."""
+        weights = self.weights
+        if weights is not None:
+            weights = weights._replace(rows=weights.rows[:, start:stop].contiguous())
+        return replace(self, left=self.left[:, start:stop].contiguous(), weights=weights)
+
     def truncated(self, rank: int) -> Directions:
         """At most the first `rank` of every layer."""
         if max(self.ranks) <= rank:

@@ -143,6 +143,12 @@ class Patch:
             return None
         return replace(self, segments=tuple(part.layers(first, first + 1) for part in self.segments), first_layer=0)
 
+    def of_tokens(self, start: int, stop: int) -> Patch:
+        """The patch of the tokens from `start` to `stop` alone."""
+        if (start, stop) == (0, self.tokens):
+            return self
+        return replace(self, segments=tuple(part.of_tokens(start, stop) for part in self.segments))
+
     def dense(self) -> Tensor:
         """U Vᵀ of every segment: fp32 [layers - first_layer, tokens, features]."""
         self.check_bound()

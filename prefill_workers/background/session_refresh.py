@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kvstore.deletions import reaches
 from kvstore.library import Library
-from kvstore.operator.apply import relocate
-from kvstore.operator.patch import PatchKind, deficit
+from kvstore.operator.apply import deficit_at
+from kvstore.operator.patch import PatchKind
 from kvstore.records.keys import owner_of
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
@@ -175,7 +175,6 @@ class SessionRefresh:
     def _compute(self, name: Name, plan: LinkPlan, stretch: _Stretch) -> Pieces[None]:
         """Compute a stretch behind what is stored, and keep it. Gives the session up if something is gone."""
         tenant, id = name
-        placed: list[PlacedChunk] = []
         starts, positions = self._laid_out(plan, stretch.segments)
         for (segment, kv), start in zip(stretch.front, starts[: len(stretch.front)], strict=True):
             record = yield from aside(self._asking, self._library.get_segment, kv.key, tenant)
@@ -183,7 +182,9 @@ class SessionRefresh:
                 self._give_up(plan)
                 return
             at = int(positions.reshape(-1, positions.shape[-1])[0, start])
-            placed.append(PlacedChunk(record.kv, None, at - record.at, Run(start, start + len(segment))))
+            run = Run(start, start + len(segment))
+            write_chunks(self._engine, self._scratch.blocks, [PlacedChunk(record.kv, None, at - record.at, run)])
+            yield  # a piece each: a window's KV may be gigabytes
         embedded: list[Embedded] = []
         for segment, start in zip(stretch.lacking, starts[len(stretch.front) :], strict=True):
             if segment.chunk is None or not (chunk := plan.chunks[segment.chunk]).span.needs_embeddings:
@@ -195,21 +196,34 @@ class SessionRefresh:
             embedded.append(Embedded(start + chunk.span.first - segment.start, embeddings, chunk.span.is_embed))
         tokens = torch.cat([plan.sequence.token_ids[segment.start : segment.stop] for segment in stretch.segments])
         sequence = LinkSequence(tokens, positions, self._scratch.blocks, embedded)
-        write_chunks(self._engine, self._scratch.blocks, placed)
         left = [Run(starts[len(stretch.front)], len(sequence))]
         while left:
             runs, left = self._scratch.split(left)
             self._engine.forward([(sequence, runs)])
             if left:
                 yield
-        if stretch.made == "mended":
-            found = yield from self._mended(plan, stretch, starts, positions)
-            self._links.store.add_refreshed(tenant, id, found, "mended")
-            return
-        found = {}
+        found: list[tuple[str, KeptKV]] = []  # texts may recur: of equal ones the last is taken
+        try:
+            if stretch.made == "mended":
+                yield from self._mend(plan, stretch, starts, positions, found)
+            else:
+                self._keep(plan, stretch, starts, positions, found)
+            self._links.store.add_refreshed(tenant, id, dict(found), stretch.made)
+        finally:
+            self._links.store.discard(tenant, [kv for _, kv in found])
+
+    def _keep(
+        self,
+        plan: LinkPlan,
+        stretch: _Stretch,
+        starts: Sequence[int],
+        positions: Tensor,
+        found: list[tuple[str, KeptKV]],
+    ) -> None:
+        """Store the exact KV of a stretch's segments, which is in the scratch blocks."""
         for i, segment in enumerate(stretch.lacking, len(stretch.front)):
-            found[segment.id] = self._links.store_segment(
-                tenant,
+            kv = self._links.store_segment(
+                plan.request.tenant,
                 self._engine.read_kv(self._scratch.blocks, starts[i], len(segment)),
                 int(positions.reshape(-1, positions.shape[-1])[0, starts[i]]),
                 tuple(one.id for one in stretch.segments[:i]),
@@ -218,18 +232,22 @@ class SessionRefresh:
                 0.0,
                 is_exact=True,
             )
-        self._links.store.add_refreshed(tenant, id, found, stretch.made)
+            found.append((segment.id, kv))
 
-    def _mended(
-        self, plan: LinkPlan, stretch: _Stretch, starts: Sequence[int], positions: Tensor
-    ) -> Pieces[dict[str, KeptKV]]:
-        """Removal patches of a stretch's segments, whose exact KV is in the scratch blocks."""
+    def _mend(
+        self,
+        plan: LinkPlan,
+        stretch: _Stretch,
+        starts: Sequence[int],
+        positions: Tensor,
+        found: list[tuple[str, KeptKV]],
+    ) -> Pieces[None]:
+        """Store removal patches of a stretch's segments, whose exact KV is in the scratch blocks."""
         assert plan.request.session is not None
         tenant, layout = plan.request.tenant, self._engine.layout
         session = self._links.store.resident(tenant, plan.request.session)
         kept = {} if session is None else {segment.id: segment.conditioned for segment in session.segments}
         recurring = Counter(segment.id for segment in stretch.segments)
-        found: dict[str, KeptKV] = {}
         for i, segment in enumerate(stretch.lacking, len(stretch.front)):
             kv = kept.get(segment.id)
             if kv is None or recurring[segment.id] > 1:  # of equal texts the KV is of one, and does not tell of which
@@ -239,11 +257,10 @@ class SessionRefresh:
                 continue
             at = int(positions.reshape(-1, positions.shape[-1])[0, starts[i]])
             exact = self._engine.read_kv(self._scratch.blocks, starts[i], len(segment))
-            delta = deficit(relocate(exact, record.at - at, layout), record.kv)
+            delta = deficit_at(exact, record.kv, at - record.at, layout)
             patch = yield from aside(self._asking, _REMOVAL.form, delta, layout, PatchKind.removal, self._engine.dtype)
             front = tuple(one.id for one in stretch.segments[:i])
-            found[segment.id] = self._links.store_removal(kv, front, record, patch)
-        return found
+            found.append((segment.id, self._links.store_removal(kv, front, record, patch)))
 
     def _laid_out(self, plan: LinkPlan, segments: Sequence[Segment]) -> tuple[list[int], Tensor]:
         """First tokens and positions of segments that stand behind one another.

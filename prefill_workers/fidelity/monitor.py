@@ -135,10 +135,13 @@ class Fidelity:
             approximate.pop(OperatingPoint.PATCHED, None)
         return tuple(approximate) if approximate and self._chance() < self.settings.share else ()
 
-    def allows(self, point: OperatingPoint) -> bool:
-        """True if requests may be served at this point."""
+    def allows(self, point: OperatingPoint, made: float = math.inf) -> bool:
+        """True if requests may be served at this point.
+
+        `made` (Unix seconds): with KV of that time. What was made before the last decision may be what it was about.
+        """
         record = self._records.get(point)
-        return record is None or record.allowed
+        return record is None or (record.allowed and (made > record.changed or not record.changed))
 
     def record(self, points: Iterable[OperatingPoint], found: Comparison, served_at: float = math.inf) -> None:
         """Count a check, and disable the points whose rolling KL it brought past their bound.

@@ -13,21 +13,21 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from kvstore.errors import StoreError
 from kvstore.library import Library
-from kvstore.operator.apply import apply
 from kvstore.operator.patch import Patch
 from kvstore.records.record import SegmentPatchRecord, SegmentRecord
 from kvstore.tiers.loading import Loading
+from prefill_workers.compaction.plan import observed
 from prefill_workers.link.lookups import Stored
 from prefill_workers.link.place_kv import PlacedChunk
 from prefill_workers.modes import EXACT_POINTS, ModeKind, OperatingPoint, uses_session
@@ -36,7 +36,7 @@ from prefill_workers.sequence import Run
 from prefill_workers.sessions.alignment import Match, MatchKind, align
 from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
 from prefill_workers.sessions.segments import Segment, segments
-from prefill_workers.sessions.store import SessionStore
+from prefill_workers.sessions.store import Opened, SessionStore
 from prefill_workers.sessions.survivors import choose, unseen
 
 if TYPE_CHECKING:
@@ -66,9 +66,11 @@ class SessionPlan:
     points: Sequence[OperatingPoint | None] = ()
     placed: Sequence[PlacedChunk] = ()
     runs: Sequence[Run] = ()
+    limit: int = 0  # first token that the link's own forward computes whatever is kept
     rotated_from: int = 0  # first token whose kept KV stands at another position than where it was computed
     knows: Sequence[Sequence[str]] = ()  # by segment, contents that its kept KV was computed behind
-    opened: int = 0  # epoch of the store, by which it knows of a deletion since
+    opened: Opened | None = None  # holds its records
+    opened_at: float = field(default_factory=time.time)  # Unix seconds
 
     def __post_init__(self) -> None:
         ids = tuple(segment.id for segment in self.segments)
@@ -131,8 +133,10 @@ class SessionPlan:
             if start == one.run.start:
                 left.append(one)
             elif start < one.run.stop:
-                kv, run = one.kv[:, start - one.run.start :], Run(start, one.run.stop)
-                left.append(one._replace(kv=kv, run=run, kv_lasts=False))
+                skipped = start - one.run.start
+                patch = None if one.patch is None else one.patch.of_tokens(skipped, len(one.run))
+                run = Run(start, one.run.stop)
+                left.append(one._replace(kv=one.kv[:, skipped:], patch=patch, run=run, kv_lasts=False))
         return left
 
     def outcome(self) -> SessionOutcome:
@@ -166,11 +170,17 @@ class SessionPlan:
         return "kept by the session: computed behind what stands in front of it and what has left"
 
 
+class _Allows(Protocol):
+    """See `fidelity.monitor.Fidelity.allows`."""
+
+    def __call__(self, point: OperatingPoint, made: float = ...) -> bool: ...
+
+
 class SessionLinks:
     """Sessions of one engine's links.
 
     Args:
-        allows: whether requests may be served at an operating point.
+        allows: whether requests may be served at an operating point, and with KV made when.
         free_text: see `prefill_workers.link.keys.contexts`.
     """
 
@@ -179,7 +189,7 @@ class SessionLinks:
         engine: PrefillEngine,
         library: Library,
         store: SessionStore,
-        allows: Callable[[OperatingPoint], bool],
+        allows: _Allows,
         free_text: int,
     ) -> None:
         self._engine, self._library, self.store = engine, library, store
@@ -193,8 +203,8 @@ class SessionLinks:
         ref = request.session
         if ref is None or not uses_session(request.mode):
             return None
-        opened = self.store.epoch
-        session = self.store.open(request.tenant, ref)
+        opened = self.store.open(request.tenant, ref)
+        session = opened.session
         found = segments(request, (kept.text for kept in session.segments if kept.text))
         matches = align([kept.id for kept in session.segments], [one.id for one in found], session.left)
         if found and found[-1].chunk is not None:
@@ -212,13 +222,18 @@ class SessionLinks:
         load = partial(self._library.load, "segment", tenant=request.tenant)
         loads = [None if kv is None else load(kv.key) for kv in served]
         patches = [load(kv.patch) if kv is not None and kv.patch else None for kv in served]
-        return SessionPlan(session, found, matches, served, loads, patches, opened=opened)
+        limit = len(request.token_ids) - observed(request)
+        return SessionPlan(session, found, matches, served, loads, patches, limit=limit, opened=opened)
 
     def _allowed(self, segment: KeptSegment) -> KeptSegment:
-        """The segment without KV of operating points that are switched off; what idle time computes is exact."""
+        """The segment without KV of operating points that are switched off, or were since it was made.
+
+        What idle time computes is exact.
+        """
 
         def allowed(kv: KeptKV | None) -> KeptKV | None:
-            return kv if kv is not None and all(self._allows(OperatingPoint(point)) for point in kv.points) else None
+            serves = kv is not None and all(self._allows(OperatingPoint(point), kv.made) for point in kv.points)
+            return kv if serves else None
 
         return replace(segment, conditioned=allowed(segment.conditioned), mended=allowed(segment.mended))
 
@@ -252,20 +267,21 @@ class SessionLinks:
             if not isinstance(record, SegmentRecord) or not self._fits(record, len(segment), position):
                 served.append(None)
                 continue
-            whole = record.kv
+            whole, patch = record.kv, None
             if patch_load is not None:
                 if not isinstance(mend, SegmentPatchRecord) or mend.layout != record.layout:
                     served.append(None)
                     continue
-                whole = apply(record.kv, mend.patch, 0, record.layout)
+                patch = mend.patch
             knows[len(served)] = record.antecedents
             served.append(kv)
-            # A prompt's last token is computed: its logits are wanted.
-            run = Run(max(segment.start, known.stop), min(segment.stop, positions.shape[-1] - 1))
+            run = Run(max(segment.start, known.stop), min(segment.stop, plan.limit))
             if run.start < run.stop:
                 if len(run) < len(segment):
-                    whole = whole[:, run.start - segment.start : run.stop - segment.start]
-                placed.append(PlacedChunk(whole, None, position - record.at, run, kv_lasts=whole is record.kv))
+                    first, stop = run.start - segment.start, run.stop - segment.start
+                    whole = whole[:, first:stop]
+                    patch = None if patch is None else patch.of_tokens(first, stop)
+                placed.append(PlacedChunk(whole, patch, position - record.at, run, kv_lasts=whole is record.kv))
         runs = [one.run for one in placed]
         rotated = min((one.run.start for one in placed if one.position), default=positions.shape[-1])
         ended = replace(plan, served=served, loads=(), patch_loads=())
@@ -284,13 +300,18 @@ class SessionLinks:
         session = plan.session
         if session is None:
             return
+        stored: list[KeptKV] = []
         try:
-            kept = self._kept(plan, session)
+            kept = self._kept(plan, session, stored)
             self.store.put(session.session.moved_on(kept, time.time()), opened=session.opened)
         except (RuntimeError, StoreError):  # memory, most likely: the link itself has ended well
             logger.exception("session %.32r keeps nothing of its last request", session.session.id)
+            if session.opened is not None:
+                self.store.let_go(session.opened)
+            self.store.discard(session.session.tenant, stored)
 
-    def _kept(self, plan: LinkPlan, session: SessionPlan) -> tuple[KeptSegment, ...]:
+    def _kept(self, plan: LinkPlan, session: SessionPlan, stored: list[KeptKV]) -> tuple[KeptSegment, ...]:
+        """Segments of a finished link; `stored` takes their KV that is new."""
         kept: list[KeptSegment] = []
         is_exact, points = True, dict[str, None]()  # approximate ones up to here
         for i, segment in enumerate(session.segments[:_MOST_SEGMENTS]):
@@ -311,6 +332,7 @@ class SessionLinks:
             content = "" if chunk is None else chunk.span.content
             text = () if content else tuple(map(int, plan.request.token_ids[segment.start : segment.stop]))
             conditioned = self._read(plan, session, i, content, is_exact=is_exact, points=tuple(points))
+            stored.append(conditioned)
             refreshed = None if before is None else before.refreshed
             kept.append(KeptSegment(segment.id, len(segment), content, text, conditioned, refreshed))
         return tuple(kept)
@@ -326,7 +348,7 @@ class SessionLinks:
         behind += chain.from_iterable(session.knows[:i])  # what it learnt of these from survivors in front of it
         at, front = session.positions[i], session.front(i)
         kept = self.store_segment(request.tenant, kv, at, front, content, behind, seconds, is_exact=is_exact)
-        return replace(kept, points=points)
+        return replace(kept, points=points, made=session.opened_at)
 
     def store_segment(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 _KV = ("conditioned", "refreshed", "ahead", "mended")  # fields of a segment
@@ -18,7 +18,8 @@ class KeptKV:
 
     `behind` are the ids of what stood in front when it was computed; `is_exact`: it equals a full prefill behind just
     these. `nbytes` are the KV's. `patch`: the KV is the record's with a removal patch, this other record.
-    `points`: approximate operating points at which it, or what stands in front of it, was linked.
+    `points`: approximate operating points at which it, or what stands in front of it, was linked; `made`: Unix seconds,
+    when that link was opened.
     """
 
     key: str
@@ -28,6 +29,7 @@ class KeptKV:
     patch: str = ""
     patch_nbytes: int = 0
     points: tuple[str, ...] = ()
+    made: float = 0.0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -103,6 +105,10 @@ class Session:
             return Session(id, self.tenant, now, now, left=left, parent=self.id)
         return replace(self, id=id, created=now, used=now, parent=self.id)
 
+    def ended(self) -> Session:
+        """What a sweep needs of a deleted session: the keys of its records."""
+        return replace(self, used=0.0, left=(), segments=tuple(replace(one, text=()) for one in self.segments))
+
     def refreshed(self, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> Session:
         """The session with KV of its segments, by their ids, that was made in idle time.
 
@@ -152,7 +158,7 @@ class Session:
         place = {id: i for i, id in enumerate(ids)}
 
         def written(kv: KeptKV | None) -> dict[str, object] | None:
-            return None if kv is None else {**asdict(kv), "behind": [place[id] for id in kv.behind]}
+            return None if kv is None else {**vars(kv), "behind": [place[id] for id in kv.behind]}
 
         document = {
             **{name: getattr(self, name) for name in ("id", "tenant", "created", "used", "left", "parent")},

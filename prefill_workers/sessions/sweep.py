@@ -32,7 +32,8 @@ def sweep(library: Library, idle_s: float, max_bytes: int, now: float) -> Swept:
     """Delete sessions idle for longer than `idle_s`, and the longest idle beyond `max_bytes`.
 
     A segment goes when no session that stays needs it, and it has not been used for `idle_s` either, or belonged to one
-    that goes. A session that is asked for meanwhile begins anew; its answers stay as they are.
+    that goes. A session that is asked for meanwhile begins anew; its answers stay as they are. What a deletion
+    has left of one (`Session.ended`) counts as idle.
 
     Args:
         now: Unix seconds.

@@ -86,6 +86,18 @@ def test_apply_is_the_sum_of_the_directions(
 
 
 @families
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_patch_of_some_tokens_is_that_part_of_it(layout: Layout, weighted: bool, implementation: str) -> None:
+    kv, patch = random_kv(layout, TOKENS), default(uneven(layout), layout, 3)
+    if weighted:
+        weights = torch.linspace(0, 1, layout.layers * TOKENS).view(layout.layers, TOKENS)
+        patch = replace(patch, segments=tuple(part.weighted(weights) for part in patch.segments))
+    whole, part = apply(kv, patch, 37, layout), apply(kv[:, 4:17], patch.of_tokens(4, 17), 37, layout)
+    torch.testing.assert_close(part, whole[:, 4:17], rtol=1e-5, atol=1e-5)
+    assert patch.of_tokens(0, TOKENS) is patch
+
+
+@families
 def test_the_kernel_takes_bytes_as_they_are_stored(layout: Layout, implementation: str, monkeypatch) -> None:
     if implementation == "torch":
         pytest.skip("about the kernel")

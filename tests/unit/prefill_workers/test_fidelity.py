@@ -209,9 +209,18 @@ def test_an_operator_allows_a_point_also_where_it_never_was_disabled():
     assert other.allows(PATCHED)
 
 
+def test_kv_that_was_made_before_a_point_was_last_decided_about_is_not_allowed():
+    watched = fidelity()
+    assert watched.allows(PATCHED, 0.0)
+    watched.disable(PATCHED, "a test", since=5.0)
+    watched.allow(PATCHED, since=7.0)
+    assert [watched.allows(PATCHED, made) for made in (4.0, 6.0, 7.0, 8.0)] == [False, False, False, True]
+    assert watched.allows(COMPOSED, 4.0)
+
+
 def test_exact_points_are_always_allowed():
     watched = fidelity()
-    assert watched.allows(OperatingPoint.RECOMPUTED)
+    assert watched.allows(OperatingPoint.RECOMPUTED, 0.0)
     assert not watched.allow(OperatingPoint.ENCODED)
 
 

@@ -12,15 +12,18 @@ import torch
 from kvstore_support import FINGERPRINT, GQA, random_kv
 
 from kvstore.library import Library
-from kvstore.operator.apply import relocate
+from kvstore.operator.apply import apply, relocate
+from kvstore.operator.patch import form_patch
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
+from prefill_workers.compaction.plan import OBSERVERS
+from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.session_links import SessionLinks, SessionPlan
 from prefill_workers.modes import Mode, OperatingPoint
-from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest, SessionRef, Survivors
+from prefill_workers.protocol import ChunkSpan, Compaction, LinkRequest, PrefetchRequest, SessionRef, Survivors
 from prefill_workers.sequence import Run
 from prefill_workers.sessions.store import SessionStore
-from prefill_workers.settings import SessionSettings
+from prefill_workers.settings import FidelitySettings, SessionSettings
 
 PAGE = 5  # tokens
 HEAD, WORDS = list(range(1, 11)), {"a": list(range(20, 32)), "b": list(range(40, 52)), "c": [60, 61]}
@@ -43,10 +46,9 @@ class Rig:
 
     def __init__(self, library: Library) -> None:
         self.engine, self.library = Engine(), library
-        self.disabled = set[OperatingPoint]()
+        self.fidelity = Fidelity(FidelitySettings(share=0))
         store = SessionStore(library, "float32", SessionSettings())
-        allows = lambda point: point not in self.disabled  # noqa: E731
-        self.links = SessionLinks(self.engine, library, store, allows, free_text=2)  # type: ignore[arg-type]
+        self.links = SessionLinks(self.engine, library, store, self.fidelity.allows, free_text=2)  # type: ignore[arg-type]
 
     def request(self, *parts: str | list[int], mode: Mode = Mode.AUTO, session: SessionRef = SESSION) -> LinkRequest:
         """A request of texts, by their tokens or names, and pages, by their numbers."""
@@ -147,6 +149,16 @@ def test_the_same_prompt_computes_its_last_token_alone(rig: Rig):
     assert ends_in_a_page.runs == [Run(0, 10)], "its last token may need the page's embeddings"
 
 
+def test_the_words_that_choose_which_entries_are_handed_off_are_computed(rig: Rig):
+    question = list(range(100, 140))
+    rig.link(HEAD, "1", question)
+    request = replace(rig.request(HEAD, "1", question), compaction=Compaction(budget=0.5))
+    assert rig.plan(request).runs == [Run(0, 10), Run(10, 15), Run(15, 55 - OBSERVERS)]
+    rig.link(HEAD, "1", "a", session=SessionRef("short"))
+    request = replace(rig.request(HEAD, "1", "a", session=SessionRef("short")), compaction=Compaction(budget=0.5))
+    assert rig.plan(request).runs == [Run(0, 10), Run(10, 15)], "no page is computed again for it"
+
+
 def test_what_is_placed_otherwise_is_left_alone(rig: Rig):
     rig.link(*FIRST)
     assert rig.plan(rig.request(*FIRST), known=4).runs[0] == Run(4, 10)
@@ -169,6 +181,24 @@ def test_a_segment_that_is_written_whole_is_the_records_own_and_may_stay_on_a_de
     assert (cut.kv_lasts, page.kv_lasts, page.kv is records[1]) == (False, True, True)
 
 
+def test_a_removal_patch_is_added_where_its_kv_is_turned_and_cut_with_it(rig: Rig):
+    _, before = rig.link(*FIRST)
+    head, *_, page = rig.links.store.get("acme", "s").segments[:4]
+    record = rig.library.get_segment(page.conditioned.key, "acme")
+    patch = form_patch(random_kv(GQA, PAGE, seed=9), GQA, 2)
+    mended = rig.links.store_removal(page.conditioned, (head.id,), record, patch)
+    rig.links.store.add_refreshed("acme", "s", {page.id: mended}, "mended")
+    request = rig.request(*SLID, session=replace(SESSION, survivors=Survivors.REMOVAL))
+    session = rig.plan(request)
+    placed = session.placed[1]
+    assert torch.equal(placed.kv, before[:, 27:32])
+    assert placed.patch is not None
+    whole = apply(placed.kv, placed.patch, placed.position, GQA)
+    for start, cut in (12, session.left_to_write(12)[0]), (13, rig.plan(request, known=13).placed[0]):
+        assert cut.run == Run(start, 15)
+        torch.testing.assert_close(apply(cut.kv, cut.patch, cut.position, GQA), whole[:, start - 10 :])
+
+
 def test_exact_takes_exact_kv_alone(rig: Rig):
     rig.link(*FIRST)
     for options in ({"mode": Mode.EXACT}, {"session": replace(SESSION, survivors=Survivors.EXACT)}):
@@ -176,7 +206,7 @@ def test_exact_takes_exact_kv_alone(rig: Rig):
         assert set(session.points) == {OperatingPoint.PREFIX, None}
         assert session.outcome().prefix == 1
         assert session.outcome().computed == 3
-    rig.disabled.add(OperatingPoint.SURVIVED)
+    rig.fidelity.disable(OperatingPoint.SURVIVED, "a test")
     assert set(rig.plan(rig.request(*SLID)).points) == {OperatingPoint.PREFIX, None}
     assert rig.links.open(rig.request(*SLID, mode=Mode.FULL_REUSE)) is None
 
@@ -210,6 +240,22 @@ def test_blocks_are_shared_up_to_what_was_rotated_or_survived(rig: Rig):
     assert first.shareable_tokens == len(rig.request(*FIRST).token_ids)
     assert rig.plan(rig.request(*SLID)).shareable_tokens == 10, "page 2 has moved"
     assert rig.plan(rig.request(*FIRST), at=1).shareable_tokens == 0, "all has moved"
+
+
+def test_what_was_stored_of_a_session_that_could_not_be_kept_is_deleted(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    read = rig.engine.read_kv
+
+    def fails(blocks: object, start: int, count: int) -> torch.Tensor:
+        if start > 10:
+            raise RuntimeError("no memory")
+        return read(blocks, start, count)
+
+    monkeypatch.setattr(rig.engine, "read_kv", fails)
+    rig.link(HEAD, "1", "a")
+    assert rig.links.store.get("acme", SESSION.id) is None
+    rig.links.store._deleting.submit(lambda: None).result(10)
+    rig.library.flush()
+    assert rig.library.listed("segment") == []
 
 
 def test_a_lost_record_is_computed(rig: Rig):
@@ -275,8 +321,13 @@ def test_kv_made_at_a_point_that_is_switched_off_since_does_not_serve(rig: Rig):
     request = rig.request(*parts)
     rig.finish(request, rig.plan(request), 0, made_at=OperatingPoint.PATCHED)
     assert set(rig.plan(rig.request(*parts)).points[1:]) == {OperatingPoint.SURVIVED}
-    rig.disabled.add(OperatingPoint.PATCHED)
+    rig.fidelity.disable(OperatingPoint.PATCHED, "a test")
     assert rig.plan(rig.request(*parts)).points == [OperatingPoint.PREFIX, *[None] * 4]
+    rig.fidelity.allow(OperatingPoint.PATCHED)
+    computed = rig.plan(rig.request(*parts))
+    assert computed.points == [OperatingPoint.PREFIX, *[None] * 4], "its patch may be what it was switched off for"
+    rig.finish(request, computed, 1, made_at=OperatingPoint.PATCHED)
+    assert set(rig.plan(rig.request(*parts)).points[1:]) == {OperatingPoint.SURVIVED}, "the new patch is not"
 
 
 def test_survivors_exact_are_mode_exact_in_requests_and_their_announcements():

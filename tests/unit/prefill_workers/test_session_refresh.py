@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,11 @@ from torch import Tensor
 
 from kvstore.library import Library
 from kvstore.operator.apply import relocate
+from kvstore.operator.patch import Patch
+from kvstore.records.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.paths import record_path
 from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.link.place_kv import write_chunks
 from prefill_workers.link.session_links import SessionLinks
@@ -28,13 +31,25 @@ from prefill_workers.sessions.store import SessionStore
 from prefill_workers.settings import SessionSettings
 
 
+class InBfloat16(Transformer):
+    """The transformer with KV that is rounded as it is read."""
+
+    dtype = torch.bfloat16
+
+    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
+        super().write_kv(kv.float(), slots)
+
+    def read_kv(self, blocks: Sequence[int], start: int, count: int) -> Tensor:
+        return super().read_kv(blocks, start, count).bfloat16()
+
+
 class Worker:
     """Links and refreshes of sessions on the transformer, one after the other."""
 
-    def __init__(self, library: Library) -> None:
-        self.engine: Any = Transformer()
+    def __init__(self, library: Library, engine: Transformer | None = None) -> None:
+        self.engine: Any = engine or Transformer()
         store = SessionStore(library, "float32", SessionSettings())
-        self.links = SessionLinks(self.engine, library, store, lambda point: True, free_text=2)
+        self.links = SessionLinks(self.engine, library, store, lambda point, made=0.0: True, free_text=2)
         scratch = Scratch(SPARE, BLOCK, lambda left: min(left, 5))
         self.refresh = SessionRefresh(self.engine, library, self.links, scratch)
 
@@ -82,9 +97,14 @@ class Worker:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def library() -> Iterator[Library]:
     with Library(LibrarySettings(), FINGERPRINT, [MemoryTier()]) as library, torch.inference_mode():
-        yield Worker(library)
+        yield library
+
+
+@pytest.fixture
+def worker(library: Library) -> Worker:
+    return Worker(library)
 
 
 HEAD, TAIL = [1, 2, 3, 4], [9, 8]
@@ -145,6 +165,27 @@ def test_sessions_take_turns_in_idle_time(worker: Worker):
     assert all(session.segments[3].refreshed and not session.segments[5].refreshed for session in kept)
 
 
+def test_what_a_stretch_stands_behind_is_written_a_segment_a_piece(worker: Worker):
+    worker.link(request(0, 1, 2))
+    wrote = list[int]()
+    write = worker.engine.write_kv
+
+    def noted(kv: Tensor, slots: Tensor) -> None:
+        wrote.append(kv.shape[1])
+        write(kv, slots)
+
+    worker.engine.write_kv = noted
+    pieces = list[tuple[list[int], int]]()
+    while worker.refresh:
+        wrote.clear()
+        before = worker.engine.computed
+        worker.refresh.step()
+        if wrote:
+            pieces.append((list(wrote), worker.engine.computed - before))
+    assert ([7], 0) in pieces
+    assert all(len(segments) == 1 and not computed for segments, computed in pieces), "and no forward with it"
+
+
 def test_a_window_that_loses_two_chunks_takes_what_knows_least_of_them(worker: Worker):
     worker.link(request(0, 1, 2, 3))
     worker.idle()
@@ -198,6 +239,25 @@ def test_a_removal_patch_takes_out_what_left(worker: Worker):
     assert apart(kv, worker.exact(asked[2], at=9), PAGE_1) < 0.02
 
 
+def test_a_removal_patch_is_of_kv_that_was_turned_before_it_was_rounded(library: Library, monkeypatch):
+    formed: list[Tensor] = []
+    form = PatchForm.form
+
+    def noted(self: PatchForm, delta: Tensor, *arguments: Any) -> Patch:
+        formed.append(delta.clone())
+        return form(self, delta, *arguments)
+
+    monkeypatch.setattr(PatchForm, "form", noted)
+    worker = Worker(library, InBfloat16())
+    worker.link(request(0, 1, 2, survivors=Survivors.REMOVAL), at=5)
+    worker.idle()
+    mended = [one.mended for one in worker.links.store.get("local", "s").segments if one.mended]
+    assert len(mended) == len(formed) == 3
+    for kept, delta in zip(mended, formed, strict=True):
+        exact = library.get_segment(kept.key, "local").kv.float() + delta
+        assert float((exact - exact.bfloat16().float()).abs().max()) > 1e-4 * float(exact.abs().max())
+
+
 def test_a_deleted_content_is_not_computed_anew(worker: Worker):
     worker.link(request(0, 1, 2))
     worker.refresh.step()
@@ -230,6 +290,30 @@ def test_an_action_that_recurs_is_exact_too(worker: Worker):
     worker.idle()
     points, _ = worker.link(asked(1, 2, 3, 4))
     assert points[:6] == ["prefix"] * 6
+
+
+def test_of_a_text_that_recurs_behind_a_page_nothing_is_stored_that_no_manifest_names(worker: Worker, library: Library):
+    text = list(range(100, 110))
+
+    def asked(*parts: int | list[int]) -> LinkRequest:
+        tokens, spans = [*HEAD], list[ChunkSpan]()
+        for part in parts:
+            if isinstance(part, int):
+                spans.append(ChunkSpan(f"page {part}", TEXT, len(tokens), len(tokens) + 7, len(tokens), 7))
+            tokens += [10 + part * 7 + i for i in range(7)] if isinstance(part, int) else part
+        return LinkRequest("r", tokens, tuple(spans), session=SessionRef("s", survivors=Survivors.REFRESH))
+
+    worker.link(asked(0, text, 1, TAIL))
+    worker.idle()
+    worker.link(asked(0, text, 1, text + text, 2, TAIL))
+    worker.idle()
+    store = worker.links.store
+    session = store.get("local", "s")
+    assert [one.id for one in session.segments].count(session.segments[2].id) == 3
+    store._deleting.submit(lambda: None).result(10)
+    library.flush()
+    named = {record_path("segment", kv.key, FINGERPRINT, "local") for kv in session.records()}
+    assert {entry.key for entry in library.listed("segment")} == named
 
 
 @pytest.mark.parametrize("pages", [(0, 1, 1, 1, 2), (1, 1, 1, 1, 2), (0, 1, 2, 1, 2, 1, 3)])

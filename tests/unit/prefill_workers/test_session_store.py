@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
 from prefill_workers.sessions.segments import SHORTEST_CUT, Segment, segments
 from prefill_workers.sessions.store import SessionStore
 from prefill_workers.sessions.survivors import choose
+from prefill_workers.sessions.sweep import Swept, sweep
 from prefill_workers.settings import SessionSettings
 
 PAGE = [900] * 3
@@ -169,11 +171,29 @@ def test_exact_takes_exact_kv_behind_just_what_it_was_computed_behind():
 
 
 def test_a_manifest_is_read_as_it_was_written():
-    text = KeptSegment("t", 2, text=(5, 6), conditioned=KeptKV("k", ("h", "A"), False, 9))
+    kv = KeptKV("k", ("h", "A"), False, 9, points=("patched",), made=3.5)
+    text = KeptSegment("t", 2, text=(5, 6), conditioned=kv)
     page = replace(WINDOW[2], content="page")
     segments = (WINDOW[0], page, text, KeptSegment("n", 1), mended("C", "hAB", "hB"))
     session = Session("s", "acme", 1.0, 2.0, segments, ("gone",), "parent")
     assert Session.from_json(session.to_json()) == session
+    undated = session.to_json().replace(b',"made":0.0', b"").replace(b',"made":3.5', b"")
+    of_no_time = replace(text, conditioned=replace(kv, made=0.0))
+    read = Session.from_json(undated)
+    assert read.segments == (*segments[:2], of_no_time, *segments[3:]), "one of before KV was dated"
+
+
+def test_writing_a_manifest_copies_no_ids_that_kv_stands_behind():
+    class Front(tuple[str, ...]):
+        walks = 0
+
+        def __iter__(self):
+            Front.walks += 1
+            return super().__iter__()
+
+    page = KeptSegment("A", 2, "page A", conditioned=KeptKV("k", Front(("h", "t")), True, 1))
+    assert b'"behind":[0,1]' in Session("s", "acme", 0, 0, (page,)).to_json()
+    assert Front.walks == 2, "for their places, and to write these"
 
 
 def test_a_deleted_content_takes_all_along_that_was_computed_behind_it():
@@ -190,7 +210,7 @@ def test_a_deleted_content_takes_all_along_that_was_computed_behind_it():
 
 
 class Clock:
-    now = 1000.0
+    now = 1e6
 
     def __call__(self) -> float:
         return self.now
@@ -233,7 +253,7 @@ def put(store: SessionStore, library: Library, id: str, names: str, tenant: str 
         )  # fmt: skip
         content = "" if name == "h" else f"page {name}"  # the head is text
         found.append(KeptSegment(name, 2, content, (), KeptKV(key, tuple(names[:i]), True, size)))
-    session = store.open(tenant, SessionRef(id)).moved_on(tuple(found), store._clock())
+    session = store.open(tenant, SessionRef(id)).session.moved_on(tuple(found), store._clock())
     store.put(session)
     return session
 
@@ -309,7 +329,7 @@ def test_without_tiers_a_dropped_session_leaves_nothing_in_memory(clock: Clock):
 def test_what_leaves_a_window_is_deleted_unless_a_fork_holds_it(library: Library, clock: Clock):
     store = store_of(library, clock)
     session = put(store, library, "s", "hAB")
-    fork = store.open("acme", SessionRef("f", "s"))
+    fork = store.open("acme", SessionRef("f", "s")).session
     assert (fork.segments, fork.parent) == (session.segments, "s")
     store.put(fork)
     assert store.nbytes == 300, "a fork shares"
@@ -321,7 +341,43 @@ def test_what_leaves_a_window_is_deleted_unless_a_fork_holds_it(library: Library
     assert not is_stored(library, session, 1)
     assert is_stored(library, session, 2)
     assert store.get("acme", "s").left == ("A",)
-    assert store.open("acme", SessionRef("c", "s", clean=True)).segments == ()
+    assert store.open("acme", SessionRef("c", "s", clean=True)).session.segments == ()
+
+
+def test_what_a_link_has_opened_stays_until_its_session_is_put(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    fork = store.open("acme", SessionRef("f", "s"))
+    slid = session.moved_on((session.segments[0], session.segments[2]), clock.now)
+    store.put(slid)
+    settle(store)
+    assert is_stored(library, session, 1), "the fork may take it"
+    store.put(fork.session.moved_on(session.segments[:2], clock.now), opened=fork)
+    settle(store)
+    assert is_stored(library, session, 1), "and has"
+    store.put(store.get("acme", "f").moved_on(session.segments[:1], clock.now))
+    settle(store)
+    assert not is_stored(library, session, 1)
+
+
+@pytest.mark.parametrize("ends", ["let go", "dropped", "put without it"])
+def test_what_a_link_had_opened_goes_when_that_has_ended(library: Library, clock: Clock, ends: str):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    fork = store.open("acme", SessionRef("f", "s"))
+    store.put(session.moved_on((session.segments[0], session.segments[2]), clock.now))
+    settle(store)
+    if ends == "let go":
+        store.let_go(fork)
+    elif ends == "put without it":
+        store.put(fork.session.moved_on(session.segments[:1], clock.now), opened=fork)
+    else:
+        del fork
+        gc.collect()
+    put(store, library, "t", "h")
+    settle(store)
+    assert not is_stored(library, session, 1)
+    assert is_stored(library, session, 2)
 
 
 def test_a_patch_goes_when_another_takes_its_place_and_its_kv_stays(library: Library, clock: Clock):
@@ -334,7 +390,9 @@ def test_a_patch_goes_when_another_takes_its_place_and_its_kv_stays(library: Lib
         library.put_segment(segment_patch_of(canonical(), key))
         library.put_segment(segment_patch_of(canonical(), "9" * 64))
         patched = replace(kv, behind=("h",), is_exact=False, patch=key, patch_nbytes=7)
-        store.add_refreshed("acme", "s", {"B": patched, "gone": replace(patched, patch="9" * 64)}, "mended")
+        made = {"B": patched, "gone": replace(patched, patch="9" * 64)}
+        store.add_refreshed("acme", "s", made, "mended")
+        store.discard("acme", made.values())
         settle(store)
         return key
 
@@ -350,14 +408,36 @@ def test_a_patch_goes_when_another_takes_its_place_and_its_kv_stays(library: Lib
     assert not library.has("segment", second, "acme")
 
 
-def test_deleting_a_session_deletes_its_records_also_on_a_worker_that_has_not_served_it(library: Library, clock: Clock):
-    session = put(store_of(library, clock), library, "s", "hAB")
+def test_a_session_that_no_worker_has_served_goes_with_the_next_sweep_but_for_what_forks_share(
+    library: Library, clock: Clock
+):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    fork = store.open("acme", SessionRef("f", "s"))
+    store.put(fork.session.moved_on(session.segments[:2], clock.now), opened=fork)
     other = store_of(library, clock)
     assert not other.delete("another tenant", "s")
     assert other.delete("acme", "s")
     settle(other)
-    assert not any(is_stored(library, session, i) for i in range(3))
+    assert all(is_stored(library, session, i) for i in range(3)), "it does not know who else needs them"
+    assert other.get("acme", "s") is None
     assert not other.delete("acme", "s")
+    library.flush()
+    swept = sweep(library, HOUR, 1 << 30, clock.now)
+    assert (swept.sessions, swept.segments) == (1, 1)
+    assert [is_stored(library, session, i) for i in range(3)] == [True, True, False]
+    assert store.get("acme", "f") is not None
+
+
+def test_deleting_a_session_deletes_its_records_where_it_was_served(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    assert store.delete("acme", "s")
+    settle(store)
+    assert not any(is_stored(library, session, i) for i in range(3))
+    assert not store.delete("acme", "s")
+    library.flush()
+    assert sweep(library, HOUR, 1 << 30, clock.now) == Swept(), "nothing is left to do"
 
 
 def test_bytes_are_bounded_and_the_tenant_that_holds_most_gives_way(library: Library, clock: Clock):
@@ -370,8 +450,34 @@ def test_bytes_are_bounded_and_the_tenant_that_holds_most_gives_way(library: Lib
     assert [info.id for info in store.of_tenant("acme")] == ["large 3", "large 2"]
     put(store, library, "huge", "hABCDEFGHIJKLMN")
     huge = store.get("acme", "huge")
-    assert [one.id for one in huge.segments if one.conditioned] == list("JKLMN"), "the last ones, up to half"
+    assert [one.id for one in huge.segments if one.conditioned] == list("hKLMN"), "the head and the last, up to half"
     assert store.get("modest", "small") == small
+
+
+@pytest.mark.parametrize(
+    ("room", "fits"),
+    [
+        (300, ["h", "B", "C"]),
+        (400, ["h", "A", "B", "C"]),
+        (600, ["h", "A", "A refreshed", "B", "B refreshed", "C"]),
+        (800, ["h", "A", "A refreshed", "A ahead", "B", "B refreshed", "C", "C refreshed"]),
+    ],
+)
+def test_what_idle_time_made_finds_room_behind_all_that_segments_were_linked_with(
+    library: Library, clock: Clock, room: int, fits: list[str]
+):
+    def kv(name: str) -> KeptKV:
+        return KeptKV(name.encode().hex().ljust(64, "0"), (), True, 100)
+
+    window = [KeptSegment("h", 2, conditioned=kv("h"))]
+    for one in "ABC":
+        made = {field: kv(f"{one} {field}") for field in ("refreshed", "ahead")}
+        window.append(KeptSegment(one, 2, f"page {one}", conditioned=kv(one), **made))
+    store = store_of(library, clock, max_bytes=2 * room)
+    store.put(Session("s", "acme", clock.now, clock.now, tuple(window)))
+    left = store.get("acme", "s")
+    assert left is not None
+    assert [one.key for one in left.records()] == [kv(name).key for name in fits]
 
 
 def test_a_deleted_content_goes_from_sessions(library: Library, clock: Clock):
@@ -391,14 +497,15 @@ def test_what_finds_no_room_is_deleted(library: Library, clock: Clock):
     store = store_of(library, clock, max_bytes=1000)
     huge = put(store, library, "huge", "hABCDEFGHIJKLMN")
     settle(store)
-    assert [one.id for i, one in enumerate(huge.segments) if is_stored(library, huge, i)] == list("JKLMN")
+    assert [one.id for i, one in enumerate(huge.segments) if is_stored(library, huge, i)] == list("hKLMN")
 
 
 def test_what_was_deleted_since_it_was_opened_is_not_kept(library: Library, clock: Clock):
     store = store_of(library, clock)
-    session, opened = put(store, library, "s", "hA"), store.epoch
+    session = put(store, library, "s", "hA")
+    opened = store.open("acme", SessionRef("s"))
     assert store.delete("acme", "s")
     assert not store.put(session, opened=opened)
     assert store.get("acme", "s") is None
     assert store.nbytes == 0
-    assert store.put(session, opened=store.epoch), "one that began behind the deletion is kept"
+    assert store.put(session, opened=store.open("acme", SessionRef("s"))), "one that began behind the deletion is kept"
