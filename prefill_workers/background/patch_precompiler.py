@@ -108,12 +108,12 @@ class PatchPrecompiler:
         contents = [chunk.span.content for chunk in plan.chunks]
         limits = self._limits if plan.request.session is None else self._limits.of_session(len(contents))
         self.demand.observe(tenant, contents)
-        if not limits.share or len({chunk.canonical_key for chunk in plan.chunks}) < len(plan.chunks):
+        if not limits.share or len({chunk.keys.canonical for chunk in plan.chunks}) < len(plan.chunks):
             return
         served = _light(self._harvester.unready(plan))
         if limits.pair_forwards:
             self._known.add(served)
-        if not missed or any(chunk.context != prefix for chunk in plan.chunks):
+        if not missed or any(chunk.keys.context != prefix for chunk in plan.chunks):
             return  # nothing is missed, or only what is keyed by text, which other orders of the chunks are without
         tokens = [len(chunk.span) for chunk in plan.chunks]
         found = jobs(served, tenant, prefix, contents, tokens, limits, self.demand)

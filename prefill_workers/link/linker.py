@@ -267,9 +267,7 @@ class Linker:
         coming = lookup is not None and lookup.is_coming(max(0.0, until - time.monotonic()))
         chunk = ChunkPlan(
             span=span,
-            canonical_key=keys.canonical,
-            patch_key=keys.own_patch,
-            context=keys.context,
+            keys=keys,
             start_position=int(positions[..., span.start].flatten()[0]),
             outcome=kept or ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
             state=ChunkState.LOADING if kept is None else ChunkState.PLACED,
@@ -278,7 +276,6 @@ class Linker:
             is_encoded=fresh is not None,
             ruled_out=ruled_out or self._without_sums(request.mode, index),
             weights_epoch=self._weights.epoch,
-            is_cacheable=keys.is_cacheable,
         )
         if lookup is not None and not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
@@ -428,8 +425,8 @@ class Linker:
                 return found
             base, *pairs = found.parts
             weights = measured_weights(base, pairs, measured_deficit(*both))
-        if chunk.is_cacheable:
-            self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
+        if chunk.keys.is_cacheable:
+            self._weights.put(plan.request.tenant, chunk.keys.own_patch, weights, chunk.weights_epoch)
         return _summed(chunk, found, weights)
 
     def layerwise_loads(self, plan: LinkPlan) -> list[LayerwiseLoad]:
@@ -457,7 +454,7 @@ class Linker:
         found = self._fitting(chunk, found)
         chunk.stored = found.stored
         mode = Mode.EXACT if chunk.is_barred else request.mode
-        weights = self._weights.get(request.tenant, chunk.patch_key) if found.parts else None
+        weights = self._weights.get(request.tenant, chunk.keys.own_patch) if found.parts else None
         unweighed = bool(found.parts) and weights is None
         fresh = chunk.embeddings is not None
         if not fresh:

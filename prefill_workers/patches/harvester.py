@@ -70,25 +70,24 @@ class Harvester:
         """
         if plan.session is not None and chunk.span.start > plan.session.exact_tokens:
             return False
-        before = plan.chunks[: plan.chunks.index(chunk)]
-        return chunk.is_cacheable and all(c.made_at in policies.EXACT_POINTS for c in before)
+        return chunk.keys.is_cacheable and all(c.made_at in policies.EXACT_POINTS for c in plan.before(chunk))
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """True if a computed chunk's canonical KV and patch are stored already."""
         if chunk.is_unfit:
             return False
-        tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
-        if self.forms_patch(plan, chunk) and not (yield from self._has("patch", chunk.patch_key, tenant)):
+        keys, tenant = chunk.keys, plan.request.tenant
+        if self.forms_patch(plan, chunk) and not (yield from self._has("patch", keys.own_patch, tenant)):
             return False
-        return (yield from self._has("canonical", chunk.canonical_key, owner))
+        return (yield from self._has("canonical", keys.canonical, keys.owner))
 
     def is_resident(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """True if a computed chunk `is_kept` according to memory; asks no tier."""
         if chunk.is_unfit:
             return False
-        tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
-        known = not self.forms_patch(plan, chunk) or self.library.is_resident("patch", chunk.patch_key, tenant)
-        return known and self.library.is_resident("canonical", chunk.canonical_key, owner)
+        keys, tenant = chunk.keys, plan.request.tenant
+        known = not self.forms_patch(plan, chunk) or self.library.is_resident("patch", keys.own_patch, tenant)
+        return known and self.library.is_resident("canonical", keys.canonical, keys.owner)
 
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
         """KV(B|A) of a computed chunk where it stands in the prompt: [layers, tokens, features]."""
@@ -96,8 +95,7 @@ class Harvester:
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[CanonicalRecord]:
         """KV(B|∅) of a chunk: loaded if it is of the same tokens, or computed alone and stored."""
-        tenant = owner_of(plan.request.tenant, chunk.span.content)
-        stored = yield from self._canonical(chunk.canonical_key, tenant)
+        stored = yield from self._canonical(chunk.keys.canonical, chunk.keys.owner)
         if stored is not None and stored.kv.shape[1] == len(chunk.span):
             return stored
         lone = self.lone(plan, chunk, scratch.blocks)
@@ -120,9 +118,9 @@ class Harvester:
     def keep_canonical(self, plan: LinkPlan, chunk: ChunkPlan, kv: Tensor, seconds: float) -> CanonicalRecord:
         """Store KV(B|∅) [layers, tokens, features] of a chunk, which took `seconds` to compute."""
         record = CanonicalRecord(
-            key=chunk.canonical_key,
+            key=chunk.keys.canonical,
             fingerprint=self.engine.fingerprint,
-            tenant=owner_of(plan.request.tenant, chunk.span.content),
+            tenant=chunk.keys.owner,
             layout=self.engine.layout,
             kv=kv,
             content=chunk.span.content,
@@ -146,7 +144,7 @@ class Harvester:
             EmbeddingRecord(
                 key=self.engine.embedding_key(chunk.span.content),
                 fingerprint=self.engine.fingerprint,
-                tenant=owner_of(plan.request.tenant, chunk.span.content),
+                tenant=chunk.keys.owner,
                 embeddings=chunk.embeddings,
                 content=chunk.span.content,
                 meta={"modality": chunk.span.modality},
@@ -171,16 +169,17 @@ class Harvester:
         prompt's beginning does not fit the scratch blocks.
         """
         request, stop = plan.request, chunk.span.stop
-        is_keyed = chunk.is_cacheable and not chunk.is_unfit and chunk.context != request.prefix
+        keys = chunk.keys
+        is_keyed = keys.is_cacheable and not chunk.is_unfit and keys.context != request.prefix
         if self.forms_patch(plan, chunk) or not is_keyed or stop > scratch.tokens:
             return
-        if (yield from self._has_or_sent(chunk.patch_key, request.tenant)):
+        if (yield from self._has_or_sent(keys.own_patch, request.tenant)):
             return
-        canonical = yield from self._canonical(chunk.canonical_key, owner_of(request.tenant, chunk.span.content))
+        canonical = yield from self._canonical(keys.canonical, keys.owner)
         if canonical is None:
             return
         embedded: list[Embedded] = []
-        for one in plan.chunks[: plan.chunks.index(chunk) + 1]:
+        for one in (*plan.before(chunk), chunk):
             embeddings = one.embeddings
             if embeddings is None and one.span.needs_embeddings:
                 embeddings = yield from self._stored_embeddings(one.span.content, request.tenant)
@@ -197,14 +196,13 @@ class Harvester:
     def _submit_own(
         self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, canonical: CanonicalRecord, seconds: float
     ) -> None:
-        before = plan.chunks[: plan.chunks.index(chunk)]
         self._submit(
             kind=PatchKind.own,
             delta=deficit_at(conditioned, canonical.kv, chunk.start_position, self.engine.layout),
-            canonical=chunk.canonical_key,
+            canonical=chunk.keys.canonical,
             content=chunk.span.content,
-            behind=[(c.canonical_key, c.span.content) for c in before],
-            prefix=chunk.context,
+            behind=[(c.keys.canonical, c.span.content) for c in plan.before(chunk)],
+            prefix=chunk.keys.context,
             tenant=plan.request.tenant,
             seconds=seconds,
         )
@@ -255,7 +253,7 @@ class Harvester:
         request, whole = plan.request, plan.sequence
         chunks = tuple(
             OrbitChunk(
-                key=chunk.canonical_key,
+                key=chunk.keys.canonical,
                 content=chunk.span.content,
                 token_ids=whole.token_ids[chunk.span.start : chunk.span.stop],
                 positions=whole.positions[..., chunk.span.start : chunk.span.stop] - chunk.start_position,

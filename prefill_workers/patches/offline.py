@@ -138,10 +138,10 @@ class OfflineWorker:
             jobs += [
                 (self._harvester.lone(item.plan, chunk, ()), partial(self._keep_canonical, item, chunk))
                 for chunk in item.plan.chunks
-                if take("canonical", chunk.canonical_key)
+                if take("canonical", chunk.keys.canonical)
             ]
         for item in planned:  # after all canonicals: deficits are measured against them
-            unpatched = [chunk for chunk in item.plan.chunks if take("patch", chunk.patch_key)]
+            unpatched = [chunk for chunk in item.plan.chunks if take("patch", chunk.keys.own_patch)]
             if unpatched:
                 jobs.append((item.plan.sequence, partial(self._keep_patches, item, unpatched)))
         for (_, keep), (kv, seconds) in zip(jobs, self._forward([sequence for sequence, _ in jobs]), strict=True):

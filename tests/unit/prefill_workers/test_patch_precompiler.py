@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from chunk_keys import chunk_keys
 
 from kvstore.forget import CacheGroup
 from prefill_workers.background.patch_precompiler import PatchPrecompiler
@@ -42,7 +43,7 @@ class Forwards:
 
     def unready(self, plan: Any) -> OrbitForming:
         ids = torch.arange(10)
-        chunks = tuple(OrbitChunk(c.canonical_key, c.span.content, ids, ids, None, 0) for c in plan.chunks)
+        chunks = tuple(OrbitChunk(c.keys.canonical, c.span.content, ids, ids, None, 0) for c in plan.chunks)
         return OrbitForming((), chunks, plan.request.tenant, ())
 
     def pairs_step(
@@ -67,8 +68,8 @@ def served(contents: str, keyed_by: tuple[int, ...] = (), session: SessionRef | 
         def __len__(self) -> int:
             return 10
 
-    chunks = [SimpleNamespace(canonical_key=f"key {c}", span=Span(content=c), context=()) for c in contents]
-    chunks[-1].context = keyed_by
+    chunks = [SimpleNamespace(keys=chunk_keys(f"key {c}"), span=Span(content=c)) for c in contents]
+    chunks[-1].keys = replace(chunks[-1].keys, context=keyed_by)
     return cast(
         LinkPlan, SimpleNamespace(request=SimpleNamespace(tenant="acme", prefix=(), session=session), chunks=chunks)
     )
