@@ -62,7 +62,7 @@ _TIMEOUTS = 2  # of the library, until a request's chunks count as not stored: w
 
 
 class _Asked(NamedTuple):
-    """What the chunks of one plan have in common.
+    """Parameters that the chunks of one plan share.
 
     `positions`: RoPE, of all tokens, in the shifted frame. `embeddings`: freshly encoded, by chunk index. `ruled_out`:
     see `ChunkPlan`. `until`: when look-ups are waited for no longer (`time.monotonic`).

@@ -37,6 +37,7 @@ from prefill_workers.modes import FreeText
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.patches.scratch import Scratch, at_once
+from prefill_workers.patches.set_patches import SetPatches
 from prefill_workers.protocol import LinkRequest, PixelsNeeded
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import FREE_TEXT
@@ -93,6 +94,7 @@ class OfflineWorker:
         self._compiler = PatchCompiler(library, form)
         self._linker = Linker(engine, library, form, free_text=free_text)
         self._harvester = Harvester(engine, library, form, self._compiler.compile)
+        self._sets = SetPatches(self._harvester)
         self._budget = budget
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
         self._scratch = Scratch(self._blocks, engine.block_size, lambda left: budget)
@@ -219,10 +221,10 @@ class OfflineWorker:
             item.work.patches += 1
 
     def _form_orbits(self, item: _Planned) -> None:
-        forming = at_once(self._harvester.forming(item.plan))
+        forming = at_once(self._sets.forming(item.plan))
         if forming is None:
             return
         formed = self._compiler.formed
-        while at_once(self._harvester.orbit_step(forming, self._scratch)):
+        while at_once(self._sets.orbit_step(forming, self._scratch)):
             item.work.tokens += forming.tokens
         item.work.patches += self._compiler.formed - formed

@@ -14,9 +14,9 @@ from chunk_keys import chunk_keys
 from kvstore.forget import CacheGroup
 from prefill_workers.background.patch_precompiler import PatchPrecompiler
 from prefill_workers.link.plan import LinkPlan
-from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming
 from prefill_workers.patches.scratch import Pieces, Scratch
+from prefill_workers.patches.set_patches import SetPatches
 from prefill_workers.protocol import SessionRef
 from prefill_workers.settings import CompileLimits
 
@@ -32,7 +32,7 @@ class TickingClock:
 
 
 class Forwards:
-    """A harvester whose forwards over pairs take no engine."""
+    """Patches behind sets whose forwards over pairs take no engine."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -108,7 +108,7 @@ def crowd() -> Crowd:
 def ahead(forwards: Forwards, sums: Sums, crowd: Crowd) -> PatchPrecompiler:
     limits = CompileLimits(orbit_chunks=0, subset_forwards=0, pair_forwards=12)
     scratch = Scratch(range(8), 16, lambda left: 64)
-    return PatchPrecompiler(cast(Harvester, forwards), scratch, limits, CacheGroup(), TickingClock(), sums, crowd)
+    return PatchPrecompiler(cast(SetPatches, forwards), scratch, limits, CacheGroup(), TickingClock(), sums, crowd)
 
 
 def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: PatchPrecompiler, forwards: Forwards):
@@ -142,7 +142,7 @@ def test_of_a_sessions_window_pairs_alone_are_compiled_while_so_many_are_summed(
 ):
     limits = CompileLimits(orbit_chunks=0, subset_forwards=4, pair_forwards=12, compose_up_to=3)
     scratch = Scratch(range(8), 16, lambda left: 64)
-    ahead = PatchPrecompiler(cast(Harvester, forwards), scratch, limits, CacheGroup(), TickingClock())
+    ahead = PatchPrecompiler(cast(SetPatches, forwards), scratch, limits, CacheGroup(), TickingClock())
     for _ in range(2):
         ahead.offer(served(contents, session=session), missed=True)
     while ahead:

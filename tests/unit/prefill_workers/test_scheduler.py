@@ -256,7 +256,7 @@ def loop_of(engine: Engine) -> PrefillLoop:
     return PrefillLoop(
         cast(PrefillEngine, engine),
         cast(Linker, linker),
-        cast(Harvester, None),
+        cast(Harvester, SimpleNamespace(engine=engine, library=None, form=None)),
         budget=4096,
         max_queue=4,
         lease_seconds=60,
