@@ -35,6 +35,7 @@ from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import uses_canonical_alone, uses_library
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch
+from prefill_workers.patches.set_patches import SetPatches
 from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,9 @@ class IdleWork:
         self._harvests: list[_Harvest] = []
         self._harvest: tuple[_Harvest, ResumableTask[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, sums, crowded))
+        self._ahead = caches.register(
+            PatchPrecompiler(SetPatches(harvester), scratch, limits, caches, clock, sums, crowded)
+        )
         self._rechecks = rechecks
         self._refresh, self._measured, self._answers = refresh, measured, answers
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf

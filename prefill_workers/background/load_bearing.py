@@ -28,7 +28,6 @@ from torch import Tensor
 from infra.groups import within
 from kvstore.deletions import reaches
 from kvstore.library import Library
-from kvstore.records.keys import owner_of
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import compare
@@ -237,10 +236,9 @@ class LoadBearingChecks:
 
     def _canonical(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[Tensor | None]:
         """KV(B|∅) of a chunk [layers, tokens, features], stored or computed; None without its embeddings."""
-        request, layout = plan.request, self._engine.layout
-        if uses_library(request.mode):
-            owner = owner_of(request.tenant, chunk.span.content)
-            record = yield from aside(self._asking, self._library.get_canonical, chunk.canonical_key, owner)
+        layout = self._engine.layout
+        if uses_library(plan.request.mode):
+            record = yield from aside(self._asking, self._library.get_canonical, chunk.keys.canonical, chunk.keys.owner)
             if record is not None and record.layout == layout and record.kv.shape[1] == len(chunk.span):
                 return record.kv
         if chunk.is_missing_embeddings:

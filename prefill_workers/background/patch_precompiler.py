@@ -25,9 +25,9 @@ from prefill_workers.background.compile_queue import (
 from prefill_workers.background.recent_chunks import RecentChunks
 from prefill_workers.host_blocks import HostStats
 from prefill_workers.link.plan import LinkPlan
-from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitForming
 from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch
+from prefill_workers.patches.set_patches import SetPatches
 from prefill_workers.settings import CompileLimits
 
 _MAX_JOBS = 64  # that wait; the least valuable give way
@@ -73,7 +73,7 @@ class PatchPrecompiler:
 
     def __init__(
         self,
-        harvester: Harvester,
+        sets: SetPatches,
         scratch: Scratch,
         limits: CompileLimits,
         caches: CacheGroup,
@@ -81,7 +81,7 @@ class PatchPrecompiler:
         sums: Callable[[], bool] = lambda: True,
         crowded: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._harvester, self._scratch, self._most, self._sums = harvester, scratch, limits, sums
+        self._sets, self._scratch, self._most, self._sums = sets, scratch, limits, sums
         self._crowded = crowded
         self.demand = Demand(clock)
         self._queue = caches.register(CompileQueue[OrbitForming](_MAX_JOBS, self.demand))
@@ -108,12 +108,12 @@ class PatchPrecompiler:
         contents = [chunk.span.content for chunk in plan.chunks]
         limits = self._limits if plan.request.session is None else self._limits.of_session(len(contents))
         self.demand.observe(tenant, contents)
-        if not limits.share or len({chunk.canonical_key for chunk in plan.chunks}) < len(plan.chunks):
+        if not limits.share or len({chunk.keys.canonical for chunk in plan.chunks}) < len(plan.chunks):
             return
-        served = _light(self._harvester.unready(plan))
+        served = _light(self._sets.unready(plan))
         if limits.pair_forwards:
             self._known.add(served)
-        if not missed or any(chunk.context != prefix for chunk in plan.chunks):
+        if not missed or any(chunk.keys.context != prefix for chunk in plan.chunks):
             return  # nothing is missed, or only what is keyed by text, which other orders of the chunks are without
         tokens = [len(chunk.span) for chunk in plan.chunks]
         found = jobs(served, tenant, prefix, contents, tokens, limits, self.demand)
@@ -226,15 +226,15 @@ class PatchPrecompiler:
 
     def _worth_its_bytes(self, job: CompileJob[OrbitForming]) -> bool:
         """True if the next step saves as much per second and byte as what goes for it."""
-        price = self._harvester.library.price(job.tenant)
+        price = self._sets.library.price(job.tenant)
         if not price or not self._tokens:
             return True
         saved = job.tokens_saved(self.demand) / HORIZON_S * self._seconds / self._tokens
         return saved >= price * job.nbytes(lambda tokens: self._footprint(tokens).own)
 
     def _footprint(self, tokens: int) -> Footprint:
-        engine = self._harvester.engine
-        return self._harvester.form.footprint(tokens, engine.layout, engine.dtype)
+        engine = self._sets.engine
+        return self._sets.form.footprint(tokens, engine.layout, engine.dtype)
 
     def _take(self, job: CompileJob[OrbitForming]) -> Pieces[tuple[int, int]]:
         """Take the job's next step.
@@ -245,16 +245,16 @@ class PatchPrecompiler:
         fits, tokens, ran = len(job.item.opening) + job.longest() <= self._scratch.tokens, job.step_tokens(), 0
         if job.kind is JobKind.orders:
             if fits and self._forming is None:
-                self._forming = yield from self._harvester.lacking(job.item)
+                self._forming = yield from self._sets.lacking(job.item)
             if fits and self._forming is not None:
-                ran = int((yield from self._harvester.orbit_step(self._forming, self._scratch)))
+                ran = int((yield from self._sets.orbit_step(self._forming, self._scratch)))
             job.forwards = job.forwards - 1 if ran else 0
             return ran, tokens
         step = job.steps.pop(0)
         if fits and job.has_pairs:
-            ran, tokens = yield from self._harvester.pairs_step(job.item, step, job.forwards, self._scratch)
+            ran, tokens = yield from self._sets.pairs_step(job.item, step, job.forwards, self._scratch)
         elif fits:
-            ran = int((yield from self._harvester.prefix_subset_step(job.item, step, self._scratch)))
+            ran = int((yield from self._sets.prefix_subset_step(job.item, step, self._scratch)))
         job.forwards -= ran
         return ran, tokens
 

@@ -30,7 +30,6 @@ from kvstore.deletions import reaches
 from kvstore.library import Library
 from kvstore.operator.apply import deficit_at
 from kvstore.operator.patch import PatchKind
-from kvstore.records.keys import owner_of
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.place_kv import PlacedChunk, write_chunks
@@ -189,7 +188,7 @@ class SessionRefresh:
         for segment, start in zip(stretch.lacking, starts[len(stretch.front) :], strict=True):
             if segment.chunk is None or not (chunk := plan.chunks[segment.chunk]).span.needs_embeddings:
                 continue
-            embeddings = yield from self._embeddings(chunk, tenant)
+            embeddings = yield from self._embeddings(chunk)
             if embeddings is None:
                 self._give_up(plan)
                 return
@@ -276,12 +275,12 @@ class SessionRefresh:
             starts.append(starts[-1] + len(segment))
         return starts[:-1], torch.cat(parts, -1)
 
-    def _embeddings(self, chunk: ChunkPlan, tenant: str) -> Pieces[Tensor | None]:
+    def _embeddings(self, chunk: ChunkPlan) -> Pieces[Tensor | None]:
         """Embeddings of a chunk; None if they are stored nowhere, or are of another number of tokens."""
         if chunk.embeddings is not None:
             return chunk.embeddings
-        key, owner = self._engine.embedding_key(chunk.span.content), owner_of(tenant, chunk.span.content)
-        record = yield from aside(self._asking, self._library.get_embedding, key, owner)
+        key = self._engine.embedding_key(chunk.span.content)
+        record = yield from aside(self._asking, self._library.get_embedding, key, chunk.keys.owner)
         return None if record is None or len(record.embeddings) != chunk.span.embedded else record.embeddings
 
 

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvstore.library import Library
-from kvstore.records.keys import owner_of
 from kvstore.records.record import EmbeddingRecord
 from kvstore.tiers.loading import Loading
 from prefill_workers.block_pool import BlockPool
@@ -154,7 +153,7 @@ class ShadowChecks:
         for i, chunk in enumerate(plan.chunks):
             if chunk.is_missing_embeddings:
                 key = self._engine.embedding_key(chunk.span.content)
-                loads[i] = self._library.load("embedding", key, owner_of(plan.request.tenant, chunk.span.content))
+                loads[i] = self._library.load("embedding", key, chunk.keys.owner)
         return loads
 
     def _advance(self, check: _Check) -> bool:

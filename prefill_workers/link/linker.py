@@ -17,17 +17,16 @@ for chunks that had no patch yet is taken up by `harvest`, off the request path.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvstore.errors import ShapeMismatch
 from kvstore.forget import ForgetRegistry
 from kvstore.library import Library
 from kvstore.operator.apply import warm_up
@@ -37,7 +36,7 @@ from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link import report_reasons as reasons
 from prefill_workers.link.attention_weights import weighed_by_attention
-from prefill_workers.link.compose import KnownWeights, measured_weights, weighted_sum
+from prefill_workers.link.compose import KnownWeights, measured_weights
 from prefill_workers.link.keys import ChunkKeys, Keys, cacheable, contexts
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.lookups import Found, Lookup, Lookups, Stored
@@ -45,22 +44,34 @@ from prefill_workers.link.place_kv import PlacedChunk, write_chunks
 from prefill_workers.link.plan import ChunkPlan, ChunkState, LinkPlan
 from prefill_workers.link.prefix_hits import PrefixHits
 from prefill_workers.link.session_links import SessionLinks
+from prefill_workers.link.settle import ChunkSettler, summed
 from prefill_workers.link.token_selection import (
     MEASURED_LAYER,
     deviations,
     measured_deficit,
     selected_by_deviation,
-    selected_by_place,
 )
-from prefill_workers.modes import FreeText, Mode, OperatingPoint, composed_antecedents, looks_up_patch, operating_point
+from prefill_workers.modes import FreeText, Mode, OperatingPoint, composed_antecedents, looks_up_patch
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.sessions.store import SessionStore
 from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, SessionSettings, Weighing
 
-logger = logging.getLogger(__name__)
-
 _TIMEOUTS = 2  # of the library, until a request's chunks count as not stored: whether KV is there, and embeddings
+
+
+class _Asked(NamedTuple):
+    """Parameters that the chunks of one plan share.
+
+    `positions`: RoPE, of all tokens, in the shifted frame. `embeddings`: freshly encoded, by chunk index. `ruled_out`:
+    see `ChunkPlan`. `until`: when look-ups are waited for no longer (`time.monotonic`).
+    """
+
+    request: LinkRequest
+    positions: Tensor
+    embeddings: Mapping[int, Tensor]
+    ruled_out: OperatingPoint | None
+    until: float
 
 
 class Linker:
@@ -112,6 +123,7 @@ class Linker:
         caches = self.forgets.group()
         self._keys, self._lookups = Keys(engine, form), caches.register(Lookups(library, form.basis))
         self._weights = caches.register(KnownWeights())
+        self._settler = ChunkSettler(engine.layout, form.basis, self._weights)
         self.prefixes: PrefixHits | None = None
         if keeps_prefixes:
             index = caches.register(BlockIndex(engine.block_size, relocates=not engine.has_quantised_kv))
@@ -119,7 +131,6 @@ class Linker:
         store = caches.register(SessionStore(library, engine.precision, sessions or SessionSettings()))
         self.sessions = SessionLinks(engine, library, store, self.fidelity.allows, free_text.between)
         self.fidelity.before_allowing(self._before_allowing)
-        self._told_of_unfit = False
         warm_up(engine.layout, engine.dtype)
 
     def patches(self) -> bool:
@@ -197,11 +208,10 @@ class Linker:
                 kept = session.chunk_outcomes()
                 late = served - kept.keys() - set(range(shared))  # their KV did not come
                 lookups = [self._lookups.start(wanted[i], mode) if i in late else x for i, x in enumerate(lookups)]
+            asked = _Asked(request, positions, embeddings or {}, ruled_out, until)
             chunks = [
-                self._chunk(
-                    request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out, until, kept.get(i)
-                )
-                for i, lookup in enumerate(lookups)
+                self._chunk(asked, i, keys, lookup, kept.get(i))
+                for i, (keys, lookup) in enumerate(zip(wanted, lookups, strict=True))
             ]
             sequence = LinkSequence(tokens, positions, blocks=())
             plan = LinkPlan(request, sequence, chunks, chain, lag, epoch, session=session, began=began)
@@ -247,42 +257,32 @@ class Linker:
         return wanted
 
     def _chunk(
-        self,
-        request: LinkRequest,
-        index: int,
-        wanted: Sequence[ChunkKeys],
-        lookup: Lookup | None,
-        positions: Tensor,
-        fresh: Tensor | None,
-        ruled_out: OperatingPoint | None,
-        until: float,
-        kept: ChunkOutcome | None,
+        self, asked: _Asked, index: int, keys: ChunkKeys, lookup: Lookup | None, kept: ChunkOutcome | None
     ) -> ChunkPlan:
-        """Plan one chunk; waits for its look-up until `until` (`time.monotonic`) at the latest.
+        """Plan one chunk; waits for its look-up.
 
-        `lookup`: None: it is to be shared, or its session serves it. `kept`: its outcome then.
+        `lookup`: None where a prefix or the session serves the chunk. `kept`: its outcome where the session does, else
+        None.
         """
-        span, keys = request.chunks[index], wanted[index]
-        coming = lookup is not None and lookup.is_coming(max(0.0, until - time.monotonic()))
+        request, span = asked.request, asked.request.chunks[index]
+        fresh = asked.embeddings.get(index)
+        coming = lookup is not None and lookup.is_coming(max(0.0, asked.until - time.monotonic()))
         chunk = ChunkPlan(
             span=span,
-            canonical_key=keys.canonical,
-            patch_key=keys.own_patch,
-            context=keys.context,
-            start_position=int(positions[..., span.start].flatten()[0]),
+            keys=keys,
+            start_position=int(asked.positions[..., span.start].flatten()[0]),
             outcome=kept or ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
             state=ChunkState.LOADING if kept is None else ChunkState.PLACED,
             lookup=lookup if coming else None,
             embeddings=fresh,
             is_encoded=fresh is not None,
-            ruled_out=ruled_out or self._without_sums(request.mode, index),
+            ruled_out=asked.ruled_out or self._without_sums(request.mode, index),
             weights_epoch=self._weights.epoch,
-            is_cacheable=keys.is_cacheable,
         )
         if lookup is not None and not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
             late = replace(lookup.found(), canonical=None) if lookup.done() else Found(is_unsure=True)
-            self._settle(chunk, request, late)
+            self._settler.settle(chunk, request, late)
         return chunk
 
     def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
@@ -339,7 +339,7 @@ class Linker:
         ended = [(i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.has_ended_load]
         for i, chunk in ended:
             found, stream = chunk.end_load()
-            settled = self._settle(chunk, plan.request, found)
+            settled = self._settler.settle(chunk, plan.request, found)
             if stream is not None:
                 if found.canonical is stream.canonical and found.patch is stream.patch:
                     continue
@@ -427,9 +427,9 @@ class Linker:
                 return found
             base, *pairs = found.parts
             weights = measured_weights(base, pairs, measured_deficit(*both))
-        if chunk.is_cacheable:
-            self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
-        return _summed(chunk, found, weights)
+        if chunk.keys.is_cacheable:
+            self._weights.put(plan.request.tenant, chunk.keys.own_patch, weights, chunk.weights_epoch)
+        return summed(chunk, found, weights)
 
     def layerwise_loads(self, plan: LinkPlan) -> list[LayerwiseLoad]:
         """Loads of all chunks on their way, for a forward that writes them as they come in.
@@ -446,71 +446,6 @@ class Linker:
                 loads.append(load)
         return loads
 
-    def _settle(self, chunk: ChunkPlan, request: LinkRequest, found: Found) -> Found:
-        """Fix a chunk's operating point by what was found for it.
-
-        Embeddings that came with the request go first.
-
-        Returns what was found, with the patch that its parts sum up to if their weights are known.
-        """
-        found = self._fitting(chunk, found)
-        chunk.stored = found.stored
-        mode = Mode.EXACT if chunk.is_barred else request.mode
-        weights = self._weights.get(request.tenant, chunk.patch_key) if found.parts else None
-        unweighed = bool(found.parts) and weights is None
-        fresh = chunk.embeddings is not None
-        if not fresh:
-            chunk.embeddings = found.embeddings
-        point = operating_point(
-            mode,
-            canonical=found.canonical is not None,
-            patch=found.patch is not None and not (unweighed and chunk.is_missing_embeddings),
-            computable=not (fresh or chunk.is_missing_embeddings),
-            parts=bool(found.parts),
-        )
-        patch = found.patch.patch if found.patch and point is OperatingPoint.PATCHED else None
-        to_weigh: Found | None = None
-        if point is OperatingPoint.COMPOSED and weights is None:
-            to_weigh = found
-        elif point is OperatingPoint.SELECTED and mode.needs_partial_forward:
-            to_weigh = Found(found.canonical)
-        elif point is OperatingPoint.SELECTED:
-            chunk.selected = selected_by_place(mode, chunk.span.start, chunk.span.stop)
-        chunk.settle(point, to_weigh)
-        chunk.outcome = replace(
-            chunk.outcome,
-            operating_point=point,
-            reason=reasons.reason(mode, point, found, chunk),
-            rank=patch.rank if patch else None,
-            kind=patch.kind if patch else None,
-            missed=looks_up_patch(mode) and found.patch is None and not found.is_unsure,
-            sums_off=chunk.ruled_out is OperatingPoint.COMPOSED,
-        )
-        return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)
-
-    def _fitting(self, chunk: ChunkPlan, found: Found) -> Found:
-        """Drop what was found but does not fit the chunk.
-
-        Names tell models and contents apart, not the versions of what cuts an image into tokens.
-        """
-        try:
-            if found.canonical is not None:
-                found.check(len(chunk.span), self.engine.layout, self.form.basis)
-            if found.embeddings is not None and len(found.embeddings) != chunk.span.embedded:
-                raise ShapeMismatch(f"{len(found.embeddings)} embeddings for {chunk.span.embedded} placeholders")
-        except ShapeMismatch as error:
-            if not self._told_of_unfit:
-                self._told_of_unfit = True
-                logger.warning(
-                    "what is stored of chunk %s does not fit it: %s. Such chunks are computed and stored again; "
-                    "was vLLM or transformers replaced? This is said once",
-                    chunk.span.content[:16],
-                    error,
-                )
-            chunk.is_unfit = True
-            return Found(is_unsure=found.is_unsure, is_unfit=True)
-        return found
-
     def _placed(self, chunk: ChunkPlan, found: Found) -> PlacedChunk:
         """Stored KV and patch of a chunk, with its place in the sequence."""
         assert found.canonical is not None
@@ -518,12 +453,3 @@ class Linker:
         lasts = patch is not None and not found.parts and patch is found.patch.patch  # what is bound or summed is new
         run = Run(chunk.span.start, chunk.span.stop)
         return PlacedChunk(found.canonical.kv, patch, chunk.start_position, run, kv_lasts=True, patch_lasts=lasts)
-
-
-def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:
-    """Replace the parts that were found by the patch that they sum up to, also in the outcome."""
-    assert found.patch is not None
-    base, *pairs = found.parts
-    patch = weighted_sum(base, pairs, weights[:, None])
-    chunk.outcome = replace(chunk.outcome, rank=patch.rank, kind=patch.kind)
-    return replace(found, patch=replace(found.patch, patch=patch))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from prefill_workers.block_index import NO_MATCH, ChunkForm, PrefixMatch
+from prefill_workers.link.keys import ChunkKeys
 from prefill_workers.link.lookups import Found, Lookup, Stored
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.prefix_digests import PrefixChain
@@ -67,9 +68,7 @@ class ChunkPlan:
     """
 
     span: ChunkSpan
-    canonical_key: str
-    patch_key: str
-    context: tuple[int, ...]  # what its patches are keyed by beside the chunks before it (`keys.contexts`)
+    keys: ChunkKeys
     start_position: int  # RoPE position of its first token, in the shifted frame
     outcome: ChunkOutcome
     state: ChunkState = ChunkState.LOADING
@@ -83,7 +82,6 @@ class ChunkPlan:
     is_unfit: bool = False
     stored: tuple[Stored, ...] = ()  # records that it was linked or computed from, once its load has ended
     weights_epoch: int = 0  # of `compose.KnownWeights`, when it was planned
-    is_cacheable: bool = True  # see `keys.ChunkKeys`
     form: ChunkForm | None = None  # in which a `SHARED` chunk was made
 
     # -- transitions --------------------------------------------------------------------------------------------------
@@ -276,6 +274,10 @@ class LinkPlan:
                 chunk.unshare()
         self.embed()
         return [i for i, c in enumerate(self.chunks) if c.state is ChunkState.TO_COMPUTE and c.is_missing_embeddings]
+
+    def before(self, chunk: ChunkPlan) -> list[ChunkPlan]:
+        """Chunks that stand before one of the plan's."""
+        return self.chunks[: self.chunks.index(chunk)]
 
     def runs_between(self, start: int, stop: int) -> list[Run]:
         """Parts of the runs that lie in the tokens `start` up to `stop`."""

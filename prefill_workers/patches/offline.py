@@ -37,6 +37,7 @@ from prefill_workers.modes import FreeText
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.patches.scratch import Scratch, at_once
+from prefill_workers.patches.set_patches import SetPatches
 from prefill_workers.protocol import LinkRequest, PixelsNeeded
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import FREE_TEXT
@@ -93,6 +94,7 @@ class OfflineWorker:
         self._compiler = PatchCompiler(library, form)
         self._linker = Linker(engine, library, form, free_text=free_text)
         self._harvester = Harvester(engine, library, form, self._compiler.compile)
+        self._sets = SetPatches(self._harvester)
         self._budget = budget
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
         self._scratch = Scratch(self._blocks, engine.block_size, lambda left: budget)
@@ -138,10 +140,10 @@ class OfflineWorker:
             jobs += [
                 (self._harvester.lone(item.plan, chunk, ()), partial(self._keep_canonical, item, chunk))
                 for chunk in item.plan.chunks
-                if take("canonical", chunk.canonical_key)
+                if take("canonical", chunk.keys.canonical)
             ]
         for item in planned:  # after all canonicals: deficits are measured against them
-            unpatched = [chunk for chunk in item.plan.chunks if take("patch", chunk.patch_key)]
+            unpatched = [chunk for chunk in item.plan.chunks if take("patch", chunk.keys.own_patch)]
             if unpatched:
                 jobs.append((item.plan.sequence, partial(self._keep_patches, item, unpatched)))
         for (_, keep), (kv, seconds) in zip(jobs, self._forward([sequence for sequence, _ in jobs]), strict=True):
@@ -219,10 +221,10 @@ class OfflineWorker:
             item.work.patches += 1
 
     def _form_orbits(self, item: _Planned) -> None:
-        forming = at_once(self._harvester.forming(item.plan))
+        forming = at_once(self._sets.forming(item.plan))
         if forming is None:
             return
         formed = self._compiler.formed
-        while at_once(self._harvester.orbit_step(forming, self._scratch)):
+        while at_once(self._sets.orbit_step(forming, self._scratch)):
             item.work.tokens += forming.tokens
         item.work.patches += self._compiler.formed - formed

@@ -30,6 +30,7 @@ from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitChunk, arrange
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.patches.scratch import Scratch, at_once
+from prefill_workers.patches.set_patches import SetPatches
 from prefill_workers.protocol import TEXT, ChunkSpan, LinkRequest, PixelsNeeded
 from prefill_workers.sequence import Run, forwards
 
@@ -110,6 +111,7 @@ class PathWorker:
         self._compiler = PatchCompiler(library, form)
         self._linker = Linker(engine, library, form)
         self._harvester = Harvester(engine, library, form, self._compiler.compile)
+        self._sets = SetPatches(self._harvester)
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
         self._rebuilt: OrderedDict[tuple[str, str], _Rebuilt] = OrderedDict()
         self._lying: tuple[tuple[int, ...], list[str]] = ((), [])  # opening and chunks whose KV is in the blocks
@@ -146,7 +148,7 @@ class PathWorker:
             self._engine.forward(work)
         per_token = (time.perf_counter() - began) / (len(sequence) - start)
         self._lying = (path.opening, names)
-        self._harvester.keep_last(
+        self._sets.keep_last(
             placed, rebuilt[-1].canonical, kind, path.prefix, path.tenant, self._blocks,
             seconds=per_token * path.chunks[-1].length,
         )  # fmt: skip
@@ -175,7 +177,7 @@ class PathWorker:
             plan = self._linker.plan(request)
         except PixelsNeeded as error:
             raise Unbuildable("its embeddings are not stored") from error
-        forming = at_once(self._harvester.forming(plan))
+        forming = at_once(self._sets.forming(plan))
         if forming is None:
             raise Unbuildable("its embeddings are not stored")
         size = self._engine.block_size

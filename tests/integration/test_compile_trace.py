@@ -73,7 +73,7 @@ def compiled(rig: Rig, log: Path, choice: Choice, **prefill: object) -> Report:
 def forget_patches(rig: Rig, linked: Linked) -> None:
     rig.settle()
     for chunk in linked.plan.chunks:
-        assert rig.library.delete("patch", chunk.patch_key, "local")
+        assert rig.library.delete("patch", chunk.keys.own_patch, "local")
 
 
 def forget_all_patches(rig: Rig) -> None:
@@ -101,7 +101,7 @@ def test_a_set_is_compiled_from_its_log_under_the_keys_of_serving(make_rig: Call
     assert report.statuses == {"stored": 3}
     once = len(prefix) + sum(len(chunk.span) for chunk in served.plan.chunks)
     assert once < report.tokens < once + 32, "each once, behind the prefix as the chat template writes it"
-    assert all(rig.library.persisted("patch", chunk.patch_key, "local") for chunk in served.plan.chunks)
+    assert all(rig.library.persisted("patch", chunk.keys.own_patch, "local") for chunk in served.plan.chunks)
     again = compiled(rig, log, Choice(min_uses=1, kind=Kind.sets, prefixes=[SYSTEM]))
     assert (again.statuses, again.tokens) == ({"present": 3}, 0)
     assert (report.chosen.cost.seconds > 0, again.chosen.cost.seconds) == (True, 0)
@@ -213,7 +213,7 @@ def test_a_dry_run_prints_the_plan_and_computes_nothing(
     text = capsys.readouterr().out
     assert "sets: saves" in text
     assert "dry run: nothing was compiled" in text
-    assert not any(rig.library.has("patch", chunk.patch_key, "local") for chunk in served.plan.chunks)
+    assert not any(rig.library.has("patch", chunk.keys.own_patch, "local") for chunk in served.plan.chunks)
 
 
 def test_patches_that_are_not_there_in_the_end_are_no_success(
@@ -236,7 +236,7 @@ def test_patches_that_are_not_there_in_the_end_are_no_success(
 
     def forget(library: Library) -> None:
         chunk = served.plan.chunks[0]
-        assert library.delete("patch", chunk.patch_key, "local")
+        assert library.delete("patch", chunk.keys.own_patch, "local")
 
     monkeypatch.setattr(
         "serving.offline.compile_trace._worker",

@@ -20,6 +20,7 @@ from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.patches.orbit_patches import OrbitForming
 from prefill_workers.patches.scratch import Pieces
+from prefill_workers.patches.set_patches import SetPatches
 from prefill_workers.protocol import LinkRequest
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from serving.placement.orderer import PatchAwareOrderer
@@ -155,17 +156,17 @@ def test_a_deletion_ends_a_step_that_has_begun(make_rig: Callable[..., Rig], mon
     rig = make_rig(
         orbit_chunks=0, pair_forwards=12, cost_model=ForwardCostModel(fixed=4.0, seconds_per_token=1.0)
     )  # pieces of 16 tokens
-    step, begun = rig.harvester.pairs_step, []
+    step, begun = SetPatches.pairs_step, []
 
-    def meanwhile(forming: OrbitForming, *more: Any) -> Pieces[tuple[int, int]]:
-        pieces = step(forming, *more)
+    def meanwhile(sets: SetPatches, forming: OrbitForming, *more: Any) -> Pieces[tuple[int, int]]:
+        pieces = step(sets, forming, *more)
         next(pieces)
         begun.append(forming.chunks[0].content)
         rig.linker.forgets.start(begun[0], "local")
         yield
         return (yield from pieces)
 
-    monkeypatch.setattr(rig.harvester, "pairs_step", meanwhile)
+    monkeypatch.setattr(SetPatches, "pairs_step", meanwhile)
     rig.link([1, 2, "?"])
     assert len(begun) == 1
     assert rig.loop.stats().compiled.forwards == {}

@@ -120,7 +120,7 @@ def test_a_stored_chunk_between_two_composed_ones_is_left_as_it_is(make_rig: Cal
     stored = rig.link([*pages, "?"])
     assert stored.points == ["patched"] * 5
     for index in (2, 4):
-        assert rig.library.delete("patch", stored.plan.chunks[index].patch_key, "local")
+        assert rig.library.delete("patch", stored.plan.chunks[index].keys.own_patch, "local")
     linked = rig.link([*pages, "?"])
     reasons = [chunk.reason.split()[0] for chunk in linked.result.chunks]
     assert reasons == ["stored", "stored", "weighted", "stored", "weighted"]

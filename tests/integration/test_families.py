@@ -218,7 +218,7 @@ def test_more_rank_never_restores_less(engines: Engines, rigs: dict[str, Rig]):
     rig, layout = rigs["fp32"], engines.fp32.layout
     linked = rig.link(engines.pages)
     chunk = linked.plan.chunks[1]
-    canonical = rig.library.get_canonical(chunk.canonical_key, "local")
+    canonical = rig.library.get_canonical(chunk.keys.canonical, "local")
     assert canonical is not None
     delta = deficit(relocate(linked.chunk_kv(1), -chunk.start_position, layout), canonical.kv)
     ranks = [1, 2, 4, 8, 16, 32, None]

@@ -84,7 +84,7 @@ def test_what_was_taken_from_a_damaged_record_is_computed_again(
     cold: Callable[[float], Rig], tier: LayerTier, lesson: Lesson, index: int
 ):
     rig = cold(30.0)
-    key = rig.plan(PARTS, "off").chunks[index].canonical_key
+    key = rig.plan(PARTS, "off").chunks[index].keys.canonical
     tier.damaged[key] = b""  # in the last layer
     linked = rig.link(PARTS, sampling=Sampling())
     assert linked.result.first_token == int(linked.logprobs.argmax())
@@ -98,7 +98,7 @@ def test_what_does_not_even_fit_the_model_is_left_alone_until_it_is_known_to_be_
     cold: Callable[[float], Rig], tier: LayerTier, lesson: Lesson
 ):
     rig = cold(30.0)
-    key = rig.plan(PARTS, "off").chunks[1].canonical_key
+    key = rig.plan(PARTS, "off").chunks[1].keys.canonical
     tier.damaged[key] = rb"inverse_frequencies\":[1.0,0."
     tier.held.set()
     linked = rig.link(PARTS)

@@ -125,7 +125,7 @@ def test_full_reuse_of_a_chunk_at_the_start_is_relocation_of_what_was_computed_a
     linked = rig.link([" ".join(["far"] * 40), 1, "What is this?"], "full-reuse")
     (chunk,) = linked.plan.chunks
     assert chunk.start_position > 100
-    canonical = rig.library.get_canonical(chunk.canonical_key, "local")
+    canonical = rig.library.get_canonical(chunk.keys.canonical, "local")
     assert canonical is not None
     keys = rig.engine.layout.slices()["keys"]
     assert torch.equal(linked.chunk_kv(0)[..., keys.stop :], canonical.kv[..., keys.stop :])
@@ -264,7 +264,7 @@ def test_what_is_stored_of_other_tokens_is_computed_and_stored_again(rig: Rig, c
 
 def test_canonical_kv_of_other_tokens_is_stored_again_where_no_patch_asked_for_it(rig: Rig):
     plan = rig.link(ALONE, "auto").plan
-    stored = rig.library.get_canonical(plan.chunks[0].canonical_key, "local")
+    stored = rig.library.get_canonical(plan.chunks[0].keys.canonical, "local")
     assert stored is not None
     rig.library.put_canonical(replace(stored, kv=stored.kv[:, 1:]))
     rig.link(PAGES[::-1], "auto")
@@ -293,7 +293,7 @@ def test_behind_a_patched_page_no_patch_is_formed(make_rig: Callable[..., Rig]):
     rig.link([1, "What?"])
     linked = rig.link([1, 2, "What?"])
     assert linked.points == ["patched", "encoded"]
-    behind = linked.plan.chunks[1].patch_key
+    behind = linked.plan.chunks[1].keys.own_patch
     assert not rig.library.has("patch", behind, "local"), "it would hold what the first one's patch leaves out"
     assert rig.link([1, 2, "What?"], "exact").points == ["recomputed", "recomputed"]
     assert rig.library.has("patch", behind, "local")

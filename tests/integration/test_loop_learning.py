@@ -81,7 +81,7 @@ def test_a_link_that_is_cancelled_when_it_has_been_computed_has_taught_what_it_c
     wait_for(lambda: rig.loop.stats().forwards == 1)
     drain(rig.loop)
     wait_for(lambda: all_free(rig))
-    assert rig.library.has("canonical", plan.chunks[0].canonical_key, "local")
+    assert rig.library.has("canonical", plan.chunks[0].keys.canonical, "local")
 
 
 def test_background_work_gives_way_to_hand_offs_but_not_for_ever(make_rig: Callable[..., Rig]):
@@ -106,7 +106,7 @@ def test_while_requests_are_on_their_way_only_what_was_asked_for_before_is_kept(
     announcing.start()
     try:
         first, second = (rig.plan(MIXED[2], "auto") for _ in range(2))
-        keys = [chunk.canonical_key for chunk in first.chunks]
+        keys = [chunk.keys.canonical for chunk in first.chunks]
         rig.loop.submit(first).result(30)
         time.sleep(0.5)
         assert not any(rig.library.has("canonical", key, "local") for key in keys), "nobody has asked for these before"
@@ -122,7 +122,7 @@ def test_where_images_never_come_again_none_is_kept_before_it_has_been_quiet_for
     for page in range(10):
         rig.link([page, "?"])
     plan = rig.plan([11, "?"])
-    key = plan.chunks[0].canonical_key
+    key = plan.chunks[0].keys.canonical
     rig.loop.abandon(rig.loop.submit(plan).result(30).lease)
     time.sleep(0.3)
     assert not rig.library.has("canonical", key, "local")
@@ -133,7 +133,7 @@ def test_where_images_never_come_again_none_is_kept_before_it_has_been_quiet_for
     plan = rig.plan([12, "?"])
     rig.loop.abandon(rig.loop.submit(plan).result(30).lease)
     drain(rig.loop)  # nobody who asks for what was learnt waits for a quiet time
-    assert rig.library.has("canonical", plan.chunks[0].canonical_key, "local")
+    assert rig.library.has("canonical", plan.chunks[0].keys.canonical, "local")
 
 
 def test_a_link_that_began_before_a_deletion_teaches_nothing_of_it_and_a_later_one_does(make_rig: Callable[..., Rig]):

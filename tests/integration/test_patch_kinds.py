@@ -24,7 +24,7 @@ FULL = 128  # features of the tiny model's keys, and of its values: 2 KV heads o
 
 def stored_patches(rig: Rig) -> list[Patch]:
     """The own patches of the pages, as the library returns them."""
-    found = [rig.library.get_patch(chunk.patch_key, "local") for chunk in rig.plan(PAGES).chunks]
+    found = [rig.library.get_patch(chunk.keys.own_patch, "local") for chunk in rig.plan(PAGES).chunks]
     return [record.patch for record in found if record is not None]
 
 

@@ -51,7 +51,7 @@ def taught(rig: Rig) -> Rig:
 
 def stored(rig: Rig, linked: Linked, index: int) -> Tensor:
     """Canonical KV [layers, tokens, features] of a link's chunk."""
-    canonical = rig.library.get_canonical(linked.plan.chunks[index].canonical_key, "local")
+    canonical = rig.library.get_canonical(linked.plan.chunks[index].keys.canonical, "local")
     assert canonical is not None
     return canonical.kv
 
@@ -147,7 +147,7 @@ def test_what_was_computed_in_part_teaches_nothing(worker: Rig):
     for mode in ("mpic-20", "mpic-4096", "cacheblend-40", "cacheblend-100"):
         linked = worker.link(PAGES, mode)
         assert linked.points == ["selected", "selected"]
-        assert not worker.library.has("patch", linked.plan.chunks[1].patch_key, "local")
+        assert not worker.library.has("patch", linked.plan.chunks[1].keys.own_patch, "local")
         assert all(torch.equal(stored(worker, linked, i), kept[i]) for i in range(2))
     assert worker.compiler.formed == formed
     assert worker.link(PAGES, "auto").points == ["patched", "recomputed"]  # before the first chunk there was none
@@ -158,10 +158,10 @@ def test_a_new_chunk_is_kept_but_forms_no_patch_behind_one_that_is_not_exact(wor
     point = "relocated" if mode == "full-reuse" else "selected"
     first = worker.link([4, " and ", 1, "?"], mode)
     assert first.points == ["encoded", point]
-    assert worker.library.has("patch", first.plan.chunks[0].patch_key, "local")
+    assert worker.library.has("patch", first.plan.chunks[0].keys.own_patch, "local")
     behind = worker.link([1, " and ", 0, "?"], mode)
     assert behind.points == [point, "encoded"]
-    assert not worker.library.has("patch", behind.plan.chunks[1].patch_key, "local")
+    assert not worker.library.has("patch", behind.plan.chunks[1].keys.own_patch, "local")
     assert worker.link([1, " and ", 0, "?"], mode).points == [point, point]
     assert worker.link([1, " and ", 0, "?"], "auto").points == ["patched", "recomputed"]
 

@@ -42,7 +42,7 @@ def turned(directions: Tensor) -> Tensor:
 
 
 def stored_patches(rig: Rig) -> list[PatchRecord]:
-    found = [rig.library.get_patch(chunk.patch_key, "local") for chunk in rig.plan(PAGES).chunks]
+    found = [rig.library.get_patch(chunk.keys.own_patch, "local") for chunk in rig.plan(PAGES).chunks]
     assert None not in found
     return found
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from chunk_keys import chunk_keys
 from torch import Tensor
 
 from kvstore.operator.layout import Layout
@@ -65,8 +66,9 @@ class Library:
 
 
 def chunk(span: ChunkSpan, point: OperatingPoint, context: tuple[int, ...] = PREFIX) -> ChunkPlan:
+    keys = chunk_keys(f"canonical {span.content}", f"patch {span.content}", context)
     outcome = ChunkOutcome(len(span), point, 0, "")
-    return ChunkPlan(span, f"canonical {span.content}", f"patch {span.content}", context, span.start, outcome)
+    return ChunkPlan(span, keys, span.start, outcome)
 
 
 def harvester(missing: str = "") -> tuple[Harvester, Engine, list[PatchJob]]:

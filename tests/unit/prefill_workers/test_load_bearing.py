@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from chunk_keys import chunk_keys
 from kvstore_support import FINGERPRINT
 from small_transformer import BLOCK, LINK, SPARE, Transformer
 from torch import Tensor
@@ -63,9 +64,7 @@ class Worker:
         chunks = [
             ChunkPlan(
                 span,
-                span.content.encode().hex().ljust(64, "0"),
-                "",
-                (),
+                chunk_keys(span.content.encode().hex().ljust(64, "0")),
                 AT + span.start,
                 ChunkOutcome(len(span), OperatingPoint.RECOMPUTED, i, ""),
                 ChunkState.TO_COMPUTE,
@@ -149,7 +148,7 @@ def test_stored_canonical_kv_serves_as_what_a_chunk_is_without_its_patch(library
     other = torch.randn_like(worker.alone(plan.chunks[1].span, list(plan.request.token_ids)))
     library.put_canonical(
         CanonicalRecord(
-            key=plan.chunks[1].canonical_key, fingerprint=FINGERPRINT, tenant="local", content="page 1",
+            key=plan.chunks[1].keys.canonical, fingerprint=FINGERPRINT, tenant="local", content="page 1",
             recompute_seconds=1.0, layout=worker.engine.layout, kv=other,
         )
     )  # fmt: skip

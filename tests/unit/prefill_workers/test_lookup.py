@@ -262,7 +262,7 @@ def test_a_defect_is_heard_of(full: MemoryTier, start: Start) -> None:
 def chunk(start: int, stop: int, point: OperatingPoint, loading: bool = False) -> ChunkPlan:
     span = ChunkSpan("content", "image", start, stop, start, stop - start, grid=None)
     outcome = ChunkOutcome(stop - start, point, 0, "")
-    found = ChunkPlan(span, "key", "patch", (), 0, outcome, lookup=Lookup() if loading else None)
+    found = ChunkPlan(span, KEYS, 0, outcome, lookup=Lookup() if loading else None)
     if not loading:
         found.settle(point)
     return found

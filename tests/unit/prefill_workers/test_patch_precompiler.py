@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from chunk_keys import chunk_keys
 
 from kvstore.forget import CacheGroup
 from prefill_workers.background.patch_precompiler import PatchPrecompiler
 from prefill_workers.link.plan import LinkPlan
-from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming
 from prefill_workers.patches.scratch import Pieces, Scratch
+from prefill_workers.patches.set_patches import SetPatches
 from prefill_workers.protocol import SessionRef
 from prefill_workers.settings import CompileLimits
 
@@ -31,7 +32,7 @@ class TickingClock:
 
 
 class Forwards:
-    """A harvester whose forwards over pairs take no engine."""
+    """Patches behind sets whose forwards over pairs take no engine."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -42,7 +43,7 @@ class Forwards:
 
     def unready(self, plan: Any) -> OrbitForming:
         ids = torch.arange(10)
-        chunks = tuple(OrbitChunk(c.canonical_key, c.span.content, ids, ids, None, 0) for c in plan.chunks)
+        chunks = tuple(OrbitChunk(c.keys.canonical, c.span.content, ids, ids, None, 0) for c in plan.chunks)
         return OrbitForming((), chunks, plan.request.tenant, ())
 
     def pairs_step(
@@ -67,8 +68,8 @@ def served(contents: str, keyed_by: tuple[int, ...] = (), session: SessionRef | 
         def __len__(self) -> int:
             return 10
 
-    chunks = [SimpleNamespace(canonical_key=f"key {c}", span=Span(content=c), context=()) for c in contents]
-    chunks[-1].context = keyed_by
+    chunks = [SimpleNamespace(keys=chunk_keys(f"key {c}"), span=Span(content=c)) for c in contents]
+    chunks[-1].keys = replace(chunks[-1].keys, context=keyed_by)
     return cast(
         LinkPlan, SimpleNamespace(request=SimpleNamespace(tenant="acme", prefix=(), session=session), chunks=chunks)
     )
@@ -107,7 +108,7 @@ def crowd() -> Crowd:
 def ahead(forwards: Forwards, sums: Sums, crowd: Crowd) -> PatchPrecompiler:
     limits = CompileLimits(orbit_chunks=0, subset_forwards=0, pair_forwards=12)
     scratch = Scratch(range(8), 16, lambda left: 64)
-    return PatchPrecompiler(cast(Harvester, forwards), scratch, limits, CacheGroup(), TickingClock(), sums, crowd)
+    return PatchPrecompiler(cast(SetPatches, forwards), scratch, limits, CacheGroup(), TickingClock(), sums, crowd)
 
 
 def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: PatchPrecompiler, forwards: Forwards):
@@ -141,7 +142,7 @@ def test_of_a_sessions_window_pairs_alone_are_compiled_while_so_many_are_summed(
 ):
     limits = CompileLimits(orbit_chunks=0, subset_forwards=4, pair_forwards=12, compose_up_to=3)
     scratch = Scratch(range(8), 16, lambda left: 64)
-    ahead = PatchPrecompiler(cast(Harvester, forwards), scratch, limits, CacheGroup(), TickingClock())
+    ahead = PatchPrecompiler(cast(SetPatches, forwards), scratch, limits, CacheGroup(), TickingClock())
     for _ in range(2):
         ahead.offer(served(contents, session=session), missed=True)
     while ahead:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from chunk_keys import chunk_keys
 
 from kvstore.forget import ForgetRegistry
 from prefill_workers.block_index import NO_MATCH
@@ -45,7 +46,7 @@ def job(tokens: int, reused: int = 0) -> LinkJob:
     chunks = []
     if reused:
         span = ChunkSpan("content", "image", 0, reused, 0, reused)
-        chunks.append(ChunkPlan(span, "key", "patch", (), 0, ChunkOutcome(reused, OperatingPoint.PATCHED, 0, "")))
+        chunks.append(ChunkPlan(span, chunk_keys(), 0, ChunkOutcome(reused, OperatingPoint.PATCHED, 0, "")))
         chunks[0].settle(OperatingPoint.PATCHED)
     sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens), ())
     return LinkJob(LinkPlan(LinkRequest("request", [0] * tokens), sequence, chunks), Future(), 0.0)
@@ -255,7 +256,7 @@ def loop_of(engine: Engine) -> PrefillLoop:
     return PrefillLoop(
         cast(PrefillEngine, engine),
         cast(Linker, linker),
-        cast(Harvester, None),
+        cast(Harvester, SimpleNamespace(engine=engine, library=None, form=None)),
         budget=4096,
         max_queue=4,
         lease_seconds=60,
@@ -325,7 +326,7 @@ def test_decode_engines_are_offered_the_entries_and_the_whole_kv_is_nobodys_afte
 def test_nan_behind_what_streams_in_waits_for_the_load_that_says_whose_it_is(scheduler: Scheduler):
     one, span = job(64), ChunkSpan("content", "image", 0, 16, 0, 16)
     outcome = ChunkOutcome(16, OperatingPoint.PATCHED, 0, "")
-    chunk = ChunkPlan(span, "key", "patch", (), 0, outcome, lookup=Lookup())
+    chunk = ChunkPlan(span, chunk_keys(), 0, outcome, lookup=Lookup())
     one.plan.chunks.append(chunk)
     admit(scheduler, one)
     chunk.begin_stream(cast(Any, object()))
@@ -336,7 +337,7 @@ def test_nan_behind_what_streams_in_waits_for_the_load_that_says_whose_it_is(sch
 
 def test_a_stream_that_failed_before_its_forward_ran_is_no_late_one(scheduler: Scheduler):
     one, span = job(64), ChunkSpan("content", "image", 0, 16, 0, 16)
-    chunk = ChunkPlan(span, "key", "patch", (), 0, ChunkOutcome(16, OperatingPoint.PATCHED, 0, ""))
+    chunk = ChunkPlan(span, chunk_keys(), 0, ChunkOutcome(16, OperatingPoint.PATCHED, 0, ""))
     chunk.settle(OperatingPoint.RECOMPUTED)
     one.plan.chunks.append(chunk)
     admit(scheduler, one)
