@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from kvstore.forget import CacheGroup
 from kvstore.records.keys import owner_of
 from prefill_workers import modes as policies
 from prefill_workers.background.answer_prefill import AnswerPrefill, AnswerStats
+from prefill_workers.background.brought import brought
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
 from prefill_workers.background.load_bearing import LoadBearingChecks
 from prefill_workers.background.patch_precompiler import CompileStats, PatchPrecompiler
@@ -170,14 +170,10 @@ class IdleWork:
         if len(self._deleted) > _MOST_DELETED:
             del self._deleted[next(iter(self._deleted))]
 
-        def brought(harvest: _Harvest) -> bool:
-            request = harvest.plan.request
-            return reaches(content, tenant, request.tenant) and any(span.content == content for span in request.chunks)
-
-        for harvest in [one for one in self._harvests if brought(one)]:
+        for harvest in [one for one in self._harvests if brought(one.plan.request, content, tenant)]:
             self._harvests.remove(harvest)
             self._pool.unhold(harvest.lease)
-        if self._harvest and brought(self._harvest[0]):  # it has let go of its blocks
+        if self._harvest and brought(self._harvest[0].plan.request, content, tenant):  # it has let go of its blocks
             self._harvest = None
 
     def has_outlived(self, plan: LinkPlan) -> bool:

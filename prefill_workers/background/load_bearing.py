@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from infra.groups import within
-from kvstore.deletions import reaches
 from kvstore.library import Library
 from kvstore.records.keys import owner_of
+from prefill_workers.background.brought import brought
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import compare
@@ -179,16 +179,11 @@ class LoadBearingChecks:
 
     def forget(self, content: str, tenant: str) -> None:
         """Measure nothing more of links that brought a deleted content."""
-
-        def brought(check: _Check) -> bool:
-            mine = reaches(content, tenant, check.name[0])
-            return mine and any(span.content == content for span in check.plan.request.chunks)
-
-        for check in [check for check in self._queue if brought(check)]:
+        for check in [check for check in self._queue if brought(check.plan.request, content, tenant)]:
             self._queue.remove(check)
             self._let_go(check)
             self._skip(check, "a chunk of it was deleted")
-        if self._task is not None and brought(self._task[0]):
+        if self._task is not None and brought(self._task[0].plan.request, content, tenant):
             self._skip(self._task[0], "a chunk of it was deleted")
             self._task = None  # its first piece has let go of the blocks
 

@@ -26,12 +26,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kvstore.deletions import reaches
 from kvstore.library import Library
 from kvstore.operator.apply import relocate
 from kvstore.operator.patch import PatchKind, deficit
 from kvstore.records.keys import owner_of
 from kvstore.records.patch_form import PatchForm
+from prefill_workers.background.brought import brought
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.place_kv import PlacedChunk, write_chunks
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
@@ -100,13 +100,10 @@ class SessionRefresh:
 
     def forget(self, content: str, tenant: str) -> None:
         """Refresh nothing more of links that brought a deleted content."""
-
-        def brought(plan: LinkPlan) -> bool:
-            mine = reaches(content, tenant, plan.request.tenant)
-            return mine and any(span.content == content for span in plan.request.chunks)
-
-        self._waiting = {name: waiting for name, waiting in self._waiting.items() if not brought(waiting[0])}
-        if self._task is not None and brought(self._task[0]):
+        self._waiting = {
+            name: waiting for name, waiting in self._waiting.items() if not brought(waiting[0].request, content, tenant)
+        }
+        if self._task is not None and brought(self._task[0].request, content, tenant):
             self._task = None
 
     def step(self) -> None:
