@@ -241,11 +241,8 @@ class LoadBearingChecks:
         if chunk.is_missing_embeddings:
             return None
         lone = self._harvester.lone(plan, chunk, self._scratch.blocks)
-        left = [Run(0, len(lone))]
-        while left:
-            runs, left = self._scratch.split(left)
-            self._engine.forward([(lone, runs)])
-            yield
+        yield from self._scratch.compute(self._engine, lone)
+        yield  # the next piece may be a forward, too
         return self._engine.read_kv(self._scratch.blocks, 0, len(lone))
 
     def _blocks(self, row: Row) -> int:

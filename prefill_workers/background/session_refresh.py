@@ -193,12 +193,7 @@ class SessionRefresh:
         tokens = torch.cat([plan.sequence.token_ids[segment.start : segment.stop] for segment in stretch.segments])
         sequence = LinkSequence(tokens, positions, self._scratch.blocks, embedded)
         write_chunks(self._engine, self._scratch.blocks, placed)
-        left = [Run(starts[len(stretch.front)], len(sequence))]
-        while left:
-            runs, left = self._scratch.split(left)
-            self._engine.forward([(sequence, runs)])
-            if left:
-                yield
+        yield from self._scratch.compute(self._engine, sequence, starts[len(stretch.front)])
         if stretch.made == "mended":
             found = yield from self._mended(plan, stretch, starts, positions)
             self._links.store.add_refreshed(tenant, id, found, "mended")
