@@ -24,6 +24,7 @@ from kvstore.errors import StoreError
 from kvstore.forget import CacheGroup
 from kvstore.records.keys import owner_of
 from prefill_workers import modes as policies
+from prefill_workers.background.activity import Activity
 from prefill_workers.background.answer_prefill import AnswerPrefill, AnswerStats
 from prefill_workers.background.brought import brought
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
@@ -71,8 +72,7 @@ class IdleWork:
         clock: monotonic seconds.
         sums: whether sums of pair patches may be served now.
         crowded: whether the patch compiler has enough to do.
-        disturbed: when a request came last, or got what it came for (`time.perf_counter`).
-        rest: seconds since then for which a harvest of what was seen once waits at even odds of its coming again.
+        activity: of requests; what was seen once waits, at even odds of its coming again, for as long as it is patient.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ class IdleWork:
         clock: Clock,
         sums: Callable[[], bool],
         crowded: Callable[[], bool],
-        disturbed: Callable[[], float],
-        rest: float,
+        activity: Activity,
     ) -> None:
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
         self._harvests: list[_Harvest] = []
@@ -99,7 +98,7 @@ class IdleWork:
         self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, sums, crowded))
         self._rechecks = rechecks
         self._refresh, self._measured, self._answers = refresh, measured, answers
-        self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
+        self._activity, self._hastened = activity, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0
 
@@ -218,7 +217,7 @@ class IdleWork:
     def _may_begin(self, harvest: _Harvest) -> bool:
         """True if a harvest is worth doing already, when no link is under way."""
         now, odds_against = time.perf_counter(), self._ahead.demand.odds_against(harvest.asked[0])
-        rested = now - self._disturbed() >= min(self._rest * odds_against, _LONGEST_REST)
+        rested = now - self._activity.last_request >= min(self._activity.patience * odds_against, _LONGEST_REST)
         return rested or now < self._hastened or self._asked_again(harvest)
 
     @property

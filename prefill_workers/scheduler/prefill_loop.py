@@ -22,6 +22,7 @@ from torch import Tensor
 
 from infra.cpu import openmp
 from infra.kv_window import window_parameter
+from prefill_workers.background.activity import Activity
 from prefill_workers.background.answer_prefill import AnswerPrefill
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.load_bearing import LoadBearingChecks
@@ -126,6 +127,7 @@ class PrefillLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._linker = engine, linker
+        self._activity = Activity(patience_seconds)
         self._budget, self._max_queue, self._learns = budget, max_queue, learns
         last = engine.num_blocks
         longest = -(-engine.max_model_len // engine.block_size)
@@ -160,22 +162,18 @@ class PrefillLoop:
             self._answers,
             caches,
             clock,
-            disturbed=self._disturbed,
+            activity=self._activity,
             sums=linker.sums,
             crowded=crowded,
-            rest=patience_seconds,
         )
         self._background = caches.register(idle_work)
         self._idle_tokens = 0
-        self._patience = patience_seconds
-        self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
         self._renewed: deque[str] = deque()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._expired = 0
-        self._progressed = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="prefill-loop", daemon=True)
 
     # -- called from other threads ------------------------------------------------------------------------------------
@@ -246,7 +244,7 @@ class PrefillLoop:
 
     def expect(self) -> None:
         """Leave the machine to a request that is on its way here, whose images may be encoded now."""
-        self._last_expected = time.perf_counter()
+        self._activity.expect()
 
     def hasten(self, seconds: float = 1.0) -> None:
         """Harvest without waiting for a quiet time, for so long: a caller waits for it."""
@@ -326,7 +324,7 @@ class PrefillLoop:
     @property
     def progressed(self) -> float:
         """Time at which the engine last computed something (`time.monotonic`)."""
-        return self._progressed
+        return self._activity.progressed
 
     def cpu_seconds(self) -> float:
         """CPU time that the thread has spent; 0 where the system does not tell.
@@ -427,9 +425,9 @@ class PrefillLoop:
             self._free_blocks()
             self._admit()
             if self._images and self._images.turn():
-                self._note_progress()
+                self._activity.note_computed()
                 self.expect()  # the link that they are for
-            since = time.perf_counter() - self._patience
+            since = time.perf_counter() - self._activity.patience
             if not (gave_way and self._scheduler.running) and self._background.is_overdue(since):
                 self._work_idly(self._background.step_beside_links)
                 gave_way = True  # and then it is the links' turn
@@ -449,10 +447,7 @@ class PrefillLoop:
         before = self._engine.tokens_forwarded
         step()
         self._idle_tokens += self._engine.tokens_forwarded - before
-        self._note_progress()
-
-    def _note_progress(self) -> None:
-        self._progressed = time.monotonic()
+        self._activity.note_computed()
 
     def _one_token(self) -> None:
         try:
@@ -467,7 +462,7 @@ class PrefillLoop:
             self._engine.finish_writes()
         finally:
             self._pool.abandon(lease.id)
-        self._note_progress()
+        self._activity.note_computed()
 
     @property
     def _is_pulling(self) -> bool:
@@ -478,18 +473,15 @@ class PrefillLoop:
 
     def _gives_way(self) -> bool:
         """True if background work should wait for a hand-off or a request, and no check is late."""
-        since, checks = time.perf_counter() - self._patience, self._background.checks_since()
+        activity, checks = self._activity, self._background.checks_since()
+        since = time.perf_counter() - activity.patience
         if checks is not None and checks < since:
             return False
-        return self._last_expected > since or (self._pool.has_unread and self._last_finished > since)
-
-    def _disturbed(self) -> float:
-        """Time at which a request last came or was answered (`time.perf_counter`)."""
-        return max(self._last_expected, self._last_finished)
+        return activity.last_expected > since or (self._pool.has_unread and activity.last_finished > since)
 
     def _piece(self, left: int) -> int:
         """Tokens of the next background forward, of those that are `left`."""
-        rested = 0.0 if self._scheduler.has_links else time.perf_counter() - self._disturbed()
+        rested = 0.0 if self._scheduler.has_links else time.perf_counter() - self._activity.last_request
         return min(self._scheduler.cost_model.piece(left, rested), self._budget)
 
     def _notify(self) -> None:
@@ -579,7 +571,7 @@ class PrefillLoop:
         except Exception as error:
             self._scheduler.fail(batch.jobs, error)
             return None
-        self._note_progress()
+        self._activity.note_computed()
         span, seconds = self._engine.forward_span, time.perf_counter() - began
         return ForwardResult(logits, seconds if span is None or span.seconds is None else span.seconds)
 
@@ -617,7 +609,7 @@ class PrefillLoop:
     def _finish(self, job: LinkJob) -> bool:
         """Give a finished link's result to its caller. False if the link was cancelled."""
         plan, (lease, room) = job.plan, job.offered
-        self._last_finished = time.perf_counter()
+        self._activity.note_finished()
         tokens = len(plan.sequence)
         kept = tokens if job.compaction is None else job.compaction.kept
         transfer = self._engine.transfer_parameters(lease.id, lease.blocks, room)
