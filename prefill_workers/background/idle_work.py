@@ -17,8 +17,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvstore.errors import StoreError
 from kvstore.forget import CacheGroup
@@ -33,9 +36,11 @@ from prefill_workers.background.patch_precompiler import CompileStats, PatchPrec
 from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool
+from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch
+from prefill_workers.protocol import LoadBearing
 from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
@@ -63,41 +68,42 @@ class IdleWork:
     """Queues of what finished links can teach. Belongs to the prefill loop's thread.
 
     Args:
+        linker: whose links they are.
         scratch: where background sequences lie.
-        refresh: of sessions' segments.
-        measured: what requests ask to be told of their chunks.
-        answers: whose KV is computed for next turns; None: no answers'.
-        limits: how much is kept beside links, and compiled ahead of requests.
         caches: of the loop's thread.
-        clock: monotonic seconds.
-        sums: whether sums of pair patches may be served now.
-        crowded: whether the patch compiler has enough to do.
+        limits: how much is kept beside links, and compiled ahead of requests.
         activity: of requests; what was seen once waits, at even odds of its coming again, for as long as it is patient.
+        clock: monotonic seconds.
+        crowded: whether the patch compiler has enough to do.
+        keeps_answers: whether the KV of answers is kept, where prompts' blocks are.
     """
 
     def __init__(
         self,
+        linker: Linker,
         harvester: Harvester,
         pool: BlockPool,
         scratch: Scratch,
-        limits: CompileLimits,
-        rechecks: ShadowChecks,
-        refresh: SessionRefresh,
-        measured: LoadBearingChecks,
-        answers: AnswerPrefill | None,
         caches: CacheGroup,
-        clock: Clock,
-        sums: Callable[[], bool],
-        crowded: Callable[[], bool],
+        limits: CompileLimits,
         activity: Activity,
+        *,
+        clock: Clock,
+        crowded: Callable[[], bool],
+        keeps_answers: bool,
     ) -> None:
+        engine, library, prefixes = linker.engine, linker.library, linker.prefixes
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
         self._harvests: list[_Harvest] = []
         self._harvest: tuple[_Harvest, ResumableTask[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, sums, crowded))
-        self._rechecks = rechecks
-        self._refresh, self._measured, self._answers = refresh, measured, answers
+        self._rechecks = ShadowChecks(engine, library, linker.fidelity, pool, scratch)
+        self._refresh = caches.register(SessionRefresh(engine, library, linker.sessions, scratch))
+        self._measured = caches.register(LoadBearingChecks(engine, library, harvester, pool, scratch))
+        self._answers: AnswerPrefill | None = None
+        if keeps_answers and prefixes is not None:
+            self._answers = caches.register(AnswerPrefill(engine, pool, prefixes, scratch.piece))
+        self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, linker.sums, crowded))
         self._activity, self._hastened = activity, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0
@@ -115,6 +121,16 @@ class IdleWork:
         begun = bool(self._harvest or self._rechecks or self._refresh or self._measured or self._answers)
         return begun or self._may_compile or any(map(self._may_begin, self._harvests))
 
+    @property
+    def keeps_answers(self) -> bool:
+        """True if the KV of answers is kept."""
+        return self._answers is not None
+
+    @property
+    def is_pulling(self) -> bool:
+        """True while answers are read from decode engines, for `poll_pulls` to end."""
+        return self._answers is not None and self._answers.pulling > 0
+
     def hasten(self, until: float) -> None:
         """Do what is left without waiting for a quiet time, until `until` (`time.perf_counter`).
 
@@ -122,19 +138,38 @@ class IdleWork:
         """
         self._hastened = until
 
-    def check(self, plan: LinkPlan, lease: str) -> None:
-        """Compare a finished link with an exact one, if it is drawn.
+    def keep_answer(
+        self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None, ended: Future[None]
+    ) -> None:
+        """Take up the answer behind a link; see `AnswerPrefill.add`."""
+        assert self._answers is not None
+        self._answers.add(lease, token_ids, offer, ended)
 
-        Its blocks stay until that has begun.
+    def poll_pulls(self) -> None:
+        """End pulls of answers whose KV has come."""
+        if self._answers is not None and self._answers.pulling:
+            self._answers.poll()
+
+    def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
+        """Load-bearing chunks of a request that asked for them lately. From any thread."""
+        return self._measured.get(tenant, request_id)
+
+    def take_up(self, plan: LinkPlan, lease: str, offered: str, *, learns: bool) -> None:
+        """Take up a finished link; its blocks stay until its chunks have been read, checked and measured.
+
+        One that brought what was deleted since it began teaches nothing: it would be kept long after the deletion.
+
+        Args:
+            offered: the lease that decode engines pull, under which its answer comes.
+            learns: whether its chunks are kept.
         """
+        outlived = self.has_outlived(plan)
+        if self._answers is not None and not outlived:
+            self._answers.remember(plan, offered)
+        if learns and not outlived:
+            self.add(plan, lease)
         self._rechecks.offer(plan, lease)
-
-    def measure(self, plan: LinkPlan, lease: str) -> None:
-        """Measure how load-bearing a finished link's chunks are, if its request asked.
-
-        Its blocks stay until that has begun.
-        """
-        if not self.has_outlived(plan):
+        if not outlived:
             self._measured.offer(plan, lease)
 
     def refresh(self, plan: LinkPlan) -> None:
@@ -142,12 +177,7 @@ class IdleWork:
         self._refresh.offer(plan)
 
     def add(self, plan: LinkPlan, lease: str) -> None:
-        """Take up a finished link; its blocks stay until its chunks have been read.
-
-        One that brought what was deleted since it began teaches nothing: it would be kept long after the deletion.
-        """
-        if self.has_outlived(plan):
-            return
+        """Keep what a finished link computed; its blocks stay until its chunks have been read."""
         chunks = self._harvester.harvestable(plan)
         for chunk in chunks:
             self._pool.hold(lease)
@@ -168,7 +198,6 @@ class IdleWork:
         self._deleted[deleted] = time.perf_counter()
         if len(self._deleted) > _MOST_DELETED:
             del self._deleted[next(iter(self._deleted))]
-
         for harvest in [one for one in self._harvests if brought(one.plan.request, content, tenant)]:
             self._harvests.remove(harvest)
             self._pool.unhold(harvest.lease)
@@ -234,7 +263,8 @@ class IdleWork:
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
         if self._answers:
-            self._go_on_answering(self._answers)
+            with self._attempt("an answer's KV could not be computed"):
+                self._answers.step()
         else:
             self._go_on()
 
@@ -299,12 +329,8 @@ class IdleWork:
         item, piecework = self._harvest
         over = True
         try:
-            over = piecework.go_on()
-        except Exception as error:
-            self.failures += 1
-            logger.warning(
-                "chunk %s could not be kept: %s", item.chunk.span.content[:16], error, exc_info=_is_defect(error)
-            )
+            with self._attempt(f"chunk {item.chunk.span.content[:16]} could not be kept"):
+                over = piecework.go_on()
         finally:
             if over:
                 self._harvest = None  # only now: until then it counts as work to be done
@@ -329,26 +355,22 @@ class IdleWork:
         if self._asked_again(item):
             yield from self._harvester.form_anew(item.plan, item.chunk, self._scratch)
 
-    def _go_on_answering(self, answers: AnswerPrefill) -> None:
+    @contextmanager
+    def _attempt(self, words: str) -> Iterator[None]:
+        """Do a piece of work; what fails is counted and logged."""
         try:
-            answers.step()
+            yield
         except Exception as error:
             self.failures += 1
-            logger.warning("an answer's KV could not be computed: %s", error, exc_info=_is_defect(error))
+            logger.warning("%s: %s", words, error, exc_info=_is_defect(error))
 
     def _go_on_refreshing(self) -> None:
-        try:
+        with self._attempt("a session's segments could not be computed anew"):
             self._refresh.step()
-        except Exception as error:
-            self.failures += 1
-            logger.warning("a session's segments could not be computed anew: %s", error, exc_info=_is_defect(error))
 
     def _compile(self) -> None:
-        try:
+        with self._attempt("patches could not be compiled ahead"):
             self._ahead.step(self._awaited())
-        except Exception as error:
-            self.failures += 1
-            logger.warning("patches could not be compiled ahead: %s", error, exc_info=_is_defect(error))
 
 
 def _is_defect(error: Exception) -> bool:

@@ -23,12 +23,8 @@ from torch import Tensor
 from infra.cpu import openmp
 from infra.kv_window import window_parameter
 from prefill_workers.background.activity import Activity
-from prefill_workers.background.answer_prefill import AnswerPrefill
 from prefill_workers.background.idle_work import IdleWork
-from prefill_workers.background.load_bearing import LoadBearingChecks
 from prefill_workers.background.patch_precompiler import CompileStats
-from prefill_workers.background.session_refresh import SessionRefresh
-from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.compaction.plan import compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
@@ -131,40 +127,30 @@ class PrefillLoop:
         self._budget, self._max_queue, self._learns = budget, max_queue, learns
         last = engine.num_blocks
         longest = -(-engine.max_model_len // engine.block_size)
-        scratch = min(longest, (last - 1) // 4)
+        spare_blocks = min(longest, (last - 1) // 4)
         index = None if linker.prefixes is None else linker.prefixes.index
-        self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock, index)
+        self._pool = BlockPool(range(1, last - spare_blocks), engine.block_size, lease_seconds, owner, clock, index)
         self._scheduler = Scheduler(
             linker, self._pool, cost_model or ForwardCostModel(), budget, streams_layers=engine.accepts_layerwise_kv
         )
         self._loaded = loaded or KVLoadBudget(0, 0)  # for which nobody waits
         self._images = EncodeQueue(engine)
-        spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
-        rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
+        scratch = Scratch(range(last - spare_blocks, last), engine.block_size, self._piece)
         caches = linker.forgets.group(self.call)
-        refresh = caches.register(SessionRefresh(engine, linker.library, linker.sessions, spare))
-        measured = LoadBearingChecks(engine, linker.library, harvester, self._pool, spare)
-        self._measured = caches.register(measured)
         self._host: HostBlocks | None = None
         if host_bytes and linker.prefixes is not None and not engine.has_quantised_kv:
             self._host = caches.register(HostBlocks(engine, self._pool, linker.prefixes, host_bytes))
-        self._answers: AnswerPrefill | None = None
-        if keeps_answers and linker.prefixes is not None:
-            self._answers = caches.register(AnswerPrefill(engine, self._pool, linker.prefixes, self._piece))
         idle_work = IdleWork(
+            linker,
             harvester,
             self._pool,
-            spare,
-            compiles or CompileLimits(),
-            rechecks,
-            refresh,
-            measured,
-            self._answers,
+            scratch,
             caches,
-            clock,
-            activity=self._activity,
-            sums=linker.sums,
+            compiles or CompileLimits(),
+            self._activity,
+            clock=clock,
             crowded=crowded,
+            keeps_answers=keeps_answers,
         )
         self._background = caches.register(idle_work)
         self._idle_tokens = 0
@@ -303,15 +289,15 @@ class PrefillLoop:
             RuntimeError: the loop ends, or has ended.
         """
         ended: Future[None] = Future()
-        if self._answers is None:
-            ended.set_result(None)
+        if self._background.keeps_answers:
+            self.call(partial(self._background.keep_answer, lease, token_ids, offer, ended))
         else:
-            self.call(partial(self._answers.add, lease, token_ids, offer, ended))
+            ended.set_result(None)
         return ended
 
     def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
         """Load-bearing chunks of a request that asked for them lately."""
-        return self._measured.get(tenant, request_id)
+        return self._background.load_bearing(tenant, request_id)
 
     def compute_one_token(self) -> Future[None]:
         """Run a forward over one token, as proof that the engine computes; nothing is kept of it.
@@ -413,15 +399,14 @@ class PrefillLoop:
             with self._wake:
                 if not (self._has_work() or self._calls or self._abandoned or self._stopping):
                     # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
-                    self._wake.wait(_POLL_SECONDS if self._pool.has_unread or self._is_pulling else 0.5)
+                    self._wake.wait(_POLL_SECONDS if self._pool.has_unread or self._background.is_pulling else 0.5)
                 if self._stopping and not self._scheduler.running:
                     self._scheduler.refuse_waiting(Overloaded("the prefill worker is shutting down"))
                     self._images.refuse(Overloaded("the prefill worker is shutting down"))
                     self._refuse_calls()
                     return
             self._heed()
-            if self._answers is not None and self._is_pulling:
-                self._answers.poll()
+            self._background.poll_pulls()
             self._free_blocks()
             self._admit()
             if self._images and self._images.turn():
@@ -463,10 +448,6 @@ class PrefillLoop:
         finally:
             self._pool.abandon(lease.id)
         self._activity.note_computed()
-
-    @property
-    def _is_pulling(self) -> bool:
-        return self._answers is not None and self._answers.pulling > 0
 
     def _has_work(self) -> bool:
         return self._scheduler.has_links or bool(self._images or self._background.is_ready)
@@ -641,12 +622,7 @@ class PrefillLoop:
         try:
             if self._linker.prefixes is not None:
                 self._linker.prefixes.keep(job.plan)
-            if self._answers is not None and not self._background.has_outlived(job.plan):
-                self._answers.remember(job.plan, job.offered[0].id)
-            if self._learns:
-                self._background.add(job.plan, job.lease.id)
-            self._background.check(job.plan, job.lease.id)
-            self._background.measure(job.plan, job.lease.id)
+            self._background.take_up(job.plan, job.lease.id, job.offered[0].id, learns=self._learns)
         except Exception:  # a defect; the link itself has ended well
             self._background.failures += 1
             logger.exception("nothing is kept of link %s", job.plan.request.request_id)

@@ -243,6 +243,7 @@ def test_a_link_does_not_wait_for_one_that_has_much_else_to_compute(scheduler: S
 def loop_of(engine: Engine) -> PrefillLoop:
     """A loop whose thread does not run."""
     linker = SimpleNamespace(
+        engine=engine,
         advance=lambda plan: None,
         match=lambda plan, fits: NO_MATCH,
         prefixes=None,
