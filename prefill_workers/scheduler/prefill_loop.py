@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from infra.cpu import openmp
-from infra.kv_window import window_parameter
 from prefill_workers.background.activity import Activity
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.patch_precompiler import CompileStats
@@ -38,7 +37,6 @@ from prefill_workers.patches.scratch import Scratch
 from prefill_workers.prefix_digests import prefix_chain
 from prefill_workers.protocol import (
     CompactionRefused,
-    HandedOff,
     LeaseState,
     LinkRequest,
     LinkResult,
@@ -49,9 +47,9 @@ from prefill_workers.protocol import (
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.encode_queue import EncodeQueue
 from prefill_workers.scheduler.link_job import LinkJob
+from prefill_workers.scheduler.link_runner import LinkRunner
 from prefill_workers.scheduler.load_budget import KVLoadBudget
-from prefill_workers.scheduler.observers import observers
-from prefill_workers.scheduler.scheduler import ForwardBatch, ForwardResult, Scheduler
+from prefill_workers.scheduler.scheduler import Scheduler
 from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import CompileLimits
 
@@ -124,7 +122,7 @@ class PrefillLoop:
     ) -> None:
         self._engine, self._linker = engine, linker
         self._activity = Activity(patience_seconds)
-        self._budget, self._max_queue, self._learns = budget, max_queue, learns
+        self._budget, self._max_queue = budget, max_queue
         last = engine.num_blocks
         longest = -(-engine.max_model_len // engine.block_size)
         spare_blocks = min(longest, (last - 1) // 4)
@@ -153,6 +151,9 @@ class PrefillLoop:
             keeps_answers=keeps_answers,
         )
         self._background = caches.register(idle_work)
+        self._runner = LinkRunner(
+            engine, linker, self._scheduler, self._pool, self._background, self._activity, learns=learns
+        )
         self._idle_tokens = 0
         self._abandoned: deque[str] = deque()
         self._renewed: deque[str] = deque()
@@ -518,52 +519,8 @@ class PrefillLoop:
 
     def _turn(self) -> None:
         """Run one forward of the links that are admitted, and end those that are done."""
-        batch = self._scheduler.schedule()
-        result = None if batch is None else self._forward(batch)
-        finished = self._scheduler.update(batch, result)
-        if finished and result is None and not self._finish_writes(finished):
-            finished = []
-        if not finished:
+        if not self._runner.turn():
             self._wait_for_loads()
-        finished = [job for job in finished if self._compact(job)]
-        held = [job for job in finished if self._finish(job)]
-        for job in finished:  # whose blocks are freed on this thread alone
-            self._learn(job)
-        for job in finished:
-            if job not in held:  # cancelled: nobody will read these blocks
-                self._scheduler.free(job)
-        for job in held:
-            if job.plan.session is not None and not self._background.has_outlived(job.plan):
-                self._linker.sessions.keep(job.plan)
-                self._background.refresh(job.plan)
-            if job.compacted is not None:  # the whole KV is no decode engine's
-                self._pool.abandon(job.name)
-        self._scheduler.remove(finished)  # only now: a defect fails these too, and who drains waits for idle work
-
-    def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
-        """Compute a batch. None if that failed, and with it the links in it.
-
-        Others' KV lies in other blocks.
-        """
-        began = time.perf_counter()
-        try:
-            observed = list(observers(batch.work, batch.ending))
-            logits = self._engine.forward(batch.sequences, batch.loads, batch.deadline, batch.ending, observed)
-        except Exception as error:
-            self._scheduler.fail(batch.jobs, error)
-            return None
-        self._activity.note_computed()
-        span, seconds = self._engine.forward_span, time.perf_counter() - began
-        return ForwardResult(logits, seconds if span is None or span.seconds is None else span.seconds)
-
-    def _finish_writes(self, finished: Sequence[LinkJob]) -> bool:
-        """Wait until the KV of links that end without a forward can be read. False if that failed."""
-        try:
-            self._engine.finish_writes()
-        except Exception as error:
-            self._scheduler.fail(finished, error)
-            return False
-        return True
 
     def _wait_for_loads(self) -> None:
         """Sleep until a load ends, if nothing can be computed before.
@@ -573,59 +530,6 @@ class PrefillLoop:
         with self._wake:
             if self._scheduler.running and not self._scheduler.has_work:
                 self._wake.wait(_POLL_SECONDS)
-
-    def _compact(self, job: LinkJob) -> bool:
-        """Write a finished link's KV in fewer entries, if its request asks for that. False if that failed."""
-        if job.compaction is None or job.compacted is None:
-            return True
-        began = time.perf_counter()
-        try:
-            self._engine.compact(job.name, job.plan.sequence.blocks, job.compaction, job.compacted.blocks)
-        except Exception as error:
-            self._scheduler.fail([job], error)
-            return False
-        job.plan.took("compact", time.perf_counter() - began)
-        return True
-
-    def _finish(self, job: LinkJob) -> bool:
-        """Give a finished link's result to its caller. False if the link was cancelled."""
-        plan, (lease, room) = job.plan, job.offered
-        self._activity.note_finished()
-        tokens = len(plan.sequence)
-        kept = tokens if job.compaction is None else job.compaction.kept
-        transfer = self._engine.transfer_parameters(lease.id, lease.blocks, room)
-        if plan.request.compaction.window is not None:
-            transfer |= window_parameter(plan.request.compaction.window)
-        result = LinkResult(
-            lease=lease.id,
-            transfer=transfer,
-            chunks=tuple(chunk.outcome for chunk in plan.chunks),
-            tokens_reused=plan.tokens_reused,
-            tokens_computed=plan.tokens_computed,
-            stages_ms=plan.end_stages(),
-            compute_ms=plan.compute_ms,
-            select_ms=plan.select_ms,
-            prefix_tokens_reused=len(plan.prefix_hit),
-            first_token=job.first_token,
-            session=None if plan.session is None else plan.session.outcome(),
-            kv=HandedOff(tokens, kept, self._engine.stored_bytes(kept)),
-        )
-        try:
-            job.done.set_result(result)
-        except InvalidStateError:  # cancelled meanwhile
-            return False
-        return True
-
-    def _learn(self, job: LinkJob) -> None:
-        """Keep a finished link's blocks by name, and let idle work take it up. Errors cost no more than that."""
-        assert job.lease is not None
-        try:
-            if self._linker.prefixes is not None:
-                self._linker.prefixes.keep(job.plan)
-            self._background.take_up(job.plan, job.lease.id, job.offered[0].id, learns=self._learns)
-        except Exception:  # a defect; the link itself has ended well
-            self._background.failures += 1
-            logger.exception("nothing is kept of link %s", job.plan.request.request_id)
 
 
 def drain(loop: PrefillLoop, seconds: float = 60.0) -> LoopStats:
