@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from infra.cpu import openmp
 from prefill_workers.background.activity import Activity
 from prefill_workers.background.idle_work import IdleWork
-from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.compaction.plan import compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
@@ -49,6 +48,7 @@ from prefill_workers.scheduler.encode_queue import EncodeQueue
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.link_runner import LinkRunner
 from prefill_workers.scheduler.load_budget import KVLoadBudget
+from prefill_workers.scheduler.loop_stats import LoopStats
 from prefill_workers.scheduler.scheduler import Scheduler
 from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import CompileLimits
@@ -57,29 +57,6 @@ logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 30.0  # that running links have to end
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
-
-
-@dataclass(frozen=True)
-class LoopStats:
-    """Snapshot of the loop, for health, metrics and tests."""
-
-    waiting: int
-    running: int
-    harvest: int
-    blocks_free: int  # cached ones included
-    blocks_cached: int  # without a lease, that prompts may begin with
-    blocks_total: int
-    leases: int
-    forwards: int
-    forwards_by_layer: int  # of these: beside loads that kept ahead of them
-    forwards_partial: int  # besides these: to choose tokens by how far their KV deviates
-    tokens_forwarded: int
-    tokens_queued: int  # that waiting and running links have still to compute, of links not planned yet an estimate
-    fixed_tokens: float  # that a forward costs besides, whatever it computes
-    seconds_per_token: float | None  # that every token adds to a forward; None: not known yet
-    leases_expired: int
-    harvest_failures: int
-    compiled: CompileStats
 
 
 class PrefillLoop:
@@ -530,21 +507,3 @@ class PrefillLoop:
         with self._wake:
             if self._scheduler.running and not self._scheduler.has_work:
                 self._wake.wait(_POLL_SECONDS)
-
-
-def drain(loop: PrefillLoop, seconds: float = 60.0) -> LoopStats:
-    """Wait until nothing is queued, running or to be harvested (tests, orderly shutdown).
-
-    Raises:
-        TimeoutError: it still had work after `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        loop.hasten()
-        stats = loop.stats()
-        if not (stats.waiting or stats.running or stats.harvest):
-            loop.hasten(0)
-            return stats
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"prefill loop still busy after {seconds} s: {stats}")
-        time.sleep(0.01)

@@ -62,7 +62,7 @@ class Worker:
 
     def settle(self) -> None:
         """Wait until everything that links have taught is stored."""
-        from prefill_workers.scheduler.prefill_loop import drain
+        from prefill_workers.scheduler.loop_stats import drain
 
         drain(self.loop, seconds=_SETTLE_SECONDS)
         self.library.flush()

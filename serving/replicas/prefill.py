@@ -332,7 +332,7 @@ class PrefillWorker:
 
         Raises TimeoutError when forming takes too long.
         """
-        from prefill_workers.scheduler.prefill_loop import drain
+        from prefill_workers.scheduler.loop_stats import drain
 
         async with asyncio.timeout(_FORMING_SECONDS):
             await asyncio.to_thread(drain, self._loop, _FORMING_SECONDS)

@@ -285,7 +285,7 @@ class EmbeddedRoles:
 
     def settle(self) -> None:
         """Wait until everything learnt is stored."""
-        from prefill_workers.scheduler.prefill_loop import drain
+        from prefill_workers.scheduler.loop_stats import drain
 
         drain(self._loop, 300)
         self._library.flush()

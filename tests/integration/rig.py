@@ -32,7 +32,8 @@ from prefill_workers.modes import Mode
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded
-from prefill_workers.scheduler.prefill_loop import PrefillLoop, drain
+from prefill_workers.scheduler.loop_stats import drain
+from prefill_workers.scheduler.prefill_loop import PrefillLoop
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.settings import CompileLimits, FidelitySettings, Weighing
 from serving.documents.video import video_metadata

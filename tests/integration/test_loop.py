@@ -18,7 +18,7 @@ from prefill_workers.link.plan import LinkPlan
 from prefill_workers.protocol import LinkResult, Overloaded, PromptTooLarge, Sampling
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.load_budget import KVLoadBudget
-from prefill_workers.scheduler.prefill_loop import drain
+from prefill_workers.scheduler.loop_stats import drain
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine

@@ -30,7 +30,7 @@ from kvstore.forget import ForgetRegistry
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded, PromptTooLarge
 from prefill_workers.scheduler.load_budget import KVLoadBudget
-from prefill_workers.scheduler.prefill_loop import LoopStats
+from prefill_workers.scheduler.loop_stats import LoopStats
 from serving.api.app import ProcessedImages
 from serving.errors import RoleUnavailable
 from serving.frontend import ray_roles
