@@ -25,7 +25,6 @@ from prefill_workers.background.activity import Activity
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.compaction.plan import compaction_plan
-from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
 from prefill_workers.host_blocks import HostBlocks, HostStats
 from prefill_workers.link.linker import Linker
@@ -51,7 +50,7 @@ from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.loop_stats import LoopStats
 from prefill_workers.scheduler.scheduler import Scheduler
 from prefill_workers.sequence import LinkSequence, Run
-from prefill_workers.settings import CompileLimits
+from prefill_workers.settings import LoopLimits
 
 logger = logging.getLogger(__name__)
 
@@ -64,72 +63,58 @@ class PrefillLoop:
 
     Args:
         harvester: keeps what finished links have computed.
-        budget: tokens of one forward at most.
-        max_queue: links that may wait; more are refused with `Overloaded`.
-        learns: whether computed chunks are kept (canonical KV, patches) in the background.
-        patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
-            that are on their way.
-        compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
+        owner: of the leases; see `protocol.lease_owner`.
         cost_model: what forwards take; None: it is learnt from them.
-        host_bytes: host memory for blocks that prompts may begin with, behind the pool.
-        keeps_answers: whether the KV of answers is kept, where prompts' blocks are.
         loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
         crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        engine: PrefillEngine,
         linker: Linker,
         harvester: Harvester,
+        limits: LoopLimits,
         *,
-        budget: int,
-        max_queue: int,
-        lease_seconds: float,
         owner: str,
-        learns: bool = True,
-        compiles: CompileLimits | None = None,
-        patience_seconds: float = 0.5,
-        host_bytes: int = 0,
-        keeps_answers: bool = True,
         cost_model: ForwardCostModel | None = None,
         loaded: KVLoadBudget | None = None,
         crowded: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._linker = engine, linker
-        self._activity = Activity(patience_seconds)
-        self._budget, self._max_queue = budget, max_queue
-        last = engine.num_blocks
-        longest = -(-engine.max_model_len // engine.block_size)
+        engine, prefixes = linker.engine, linker.prefixes
+        self._engine, self._linker, self._limits = engine, linker, limits
+        self._activity = Activity(limits.patience_seconds)
+        last, size = engine.num_blocks, engine.block_size
+        longest = -(-engine.max_model_len // size)
         spare_blocks = min(longest, (last - 1) // 4)
-        index = None if linker.prefixes is None else linker.prefixes.index
-        self._pool = BlockPool(range(1, last - spare_blocks), engine.block_size, lease_seconds, owner, clock, index)
-        self._scheduler = Scheduler(
-            linker, self._pool, cost_model or ForwardCostModel(), budget, streams_layers=engine.accepts_layerwise_kv
-        )
+        index = None if prefixes is None else prefixes.index
+        self._pool = BlockPool(range(1, last - spare_blocks), size, limits.lease_seconds, owner, clock, index)
+        cost_model = cost_model or ForwardCostModel()
+        streams_layers = engine.accepts_layerwise_kv
+        self._scheduler = Scheduler(linker, self._pool, cost_model, limits.budget, streams_layers=streams_layers)
         self._loaded = loaded or KVLoadBudget(0, 0)  # for which nobody waits
         self._images = EncodeQueue(engine)
-        scratch = Scratch(range(last - spare_blocks, last), engine.block_size, self._piece)
+        scratch = Scratch(range(last - spare_blocks, last), size, self._piece)
         caches = linker.forgets.group(self.call)
         self._host: HostBlocks | None = None
-        if host_bytes and linker.prefixes is not None and not engine.has_quantised_kv:
-            self._host = caches.register(HostBlocks(engine, self._pool, linker.prefixes, host_bytes))
+        if limits.host_bytes and prefixes is not None and not engine.has_quantised_kv:
+            self._host = caches.register(HostBlocks(engine, self._pool, prefixes, limits.host_bytes))
         idle_work = IdleWork(
             linker,
             harvester,
             self._pool,
             scratch,
             caches,
-            compiles or CompileLimits(),
+            limits.compiles,
             self._activity,
             clock=clock,
             crowded=crowded,
-            keeps_answers=keeps_answers,
+            keeps_answers=limits.keeps_answers,
         )
         self._background = caches.register(idle_work)
         self._runner = LinkRunner(
-            engine, linker, self._scheduler, self._pool, self._background, self._activity, learns=learns
+            engine, linker, self._scheduler, self._pool, idle_work, self._activity, learns=limits.learns
         )
         self._idle_tokens = 0
         self._abandoned: deque[str] = deque()
@@ -203,7 +188,7 @@ class PrefillLoop:
     def _refuse_beyond(self, waiting: int) -> None:
         if self._stopping:
             raise Overloaded("the prefill worker is shutting down")
-        if waiting >= self._max_queue:
+        if waiting >= self._limits.max_queue:
             raise Overloaded(f"{waiting} requests wait already")
 
     def expect(self) -> None:
@@ -441,7 +426,7 @@ class PrefillLoop:
     def _piece(self, left: int) -> int:
         """Tokens of the next background forward, of those that are `left`."""
         rested = 0.0 if self._scheduler.has_links else time.perf_counter() - self._activity.last_request
-        return min(self._scheduler.cost_model.piece(left, rested), self._budget)
+        return min(self._scheduler.cost_model.piece(left, rested), self._limits.budget)
 
     def _notify(self) -> None:
         with self._wake:

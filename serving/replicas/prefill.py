@@ -50,9 +50,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvstore.hand_over import Parcel
+    from kvstore.records.patch_form import PatchForm
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.disabled_points import PointDecision
     from prefill_workers.fidelity.monitor import PointStatus
+    from prefill_workers.link.linker import Linker
     from prefill_workers.link.plan import LinkPlan
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.device_forming import DeviceForming
@@ -75,7 +77,6 @@ class PrefillWorker:
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
         from prefill_workers.engine.self_check import require_self_check
-        from prefill_workers.link.linker import Linker
         from prefill_workers.patches.device_forming import DeviceForming
         from prefill_workers.patches.harvester import Harvester
         from prefill_workers.patches.patch_compiler import PatchCompiler, load_form
@@ -96,17 +97,7 @@ class PrefillWorker:
         keeper = DeploymentHandle("LibraryKeeper", serve.get_replica_context().app_name)  # bound, it would be a circle
         self._fidelity = PrefillFidelity(settings.fidelity, lambda known: answered(keeper.exchange.remote(known)))
         form = load_form(config.patch, self._library)
-        linker = Linker(
-            self._engine,
-            self._library,
-            form,
-            self._fidelity.monitor,
-            compose_up_to=config.compose_up_to,
-            keeps_prefixes=settings.prefix_cache,
-            weigh_by=config.weigh_by,
-            free_text=settings.free,
-            sessions=settings.sessions,
-        )
+        linker = self._new_linker(config, form)
         self._linker, self._sessions = linker, linker.sessions.store
         if config.is_forming_in_prefill:
             forming = DeviceForming(PatchCompiler(self._library, form, device="cuda"))
@@ -115,17 +106,10 @@ class PrefillWorker:
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._loaded = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
         self._loop = PrefillLoop(
-            self._engine,
             linker,
             Harvester(self._engine, self._library, form, self._deficits.submit),
-            budget=settings.max_batch_tokens,
-            max_queue=settings.max_queue,
-            lease_seconds=settings.lease_seconds,
+            settings.loop_limits(linker.compose_up_to),
             owner=lease_owner(os.getpid(), self._name),
-            learns=settings.form_patches,
-            compiles=settings.compile_limits(linker.compose_up_to),
-            host_bytes=settings.prefix_cache_bytes,
-            keeps_answers=settings.keep_answers,
             cost_model=measure_forward_cost(self._engine),
             loaded=self._loaded,
             crowded=lambda: self._deficits.is_crowded,
@@ -153,6 +137,22 @@ class PrefillWorker:
         self._meter.ready()
         if scales(config, settings):
             vars(self)["__del__"] = self._retire  # Serve awaits an instance's, once no call runs
+
+    def _new_linker(self, config: OrbitServeConfig, form: PatchForm) -> Linker:
+        from prefill_workers.link.linker import Linker
+
+        settings = config.prefill
+        return Linker(
+            self._engine,
+            self._library,
+            form,
+            self._fidelity.monitor,
+            compose_up_to=config.compose_up_to,
+            keeps_prefixes=settings.prefix_cache,
+            weigh_by=config.weigh_by,
+            free_text=settings.free,
+            sessions=settings.sessions,
+        )
 
     async def _compile(self, job: PatchJob) -> None:
         await (self._forming.compile(job) if self._forming else answered(self._compiler.compile.remote(job)))
