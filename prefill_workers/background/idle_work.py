@@ -97,13 +97,15 @@ class IdleWork:
         self._harvests: list[_Harvest] = []
         self._harvest: tuple[_Harvest, ResumableTask[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._rechecks = ShadowChecks(engine, library, linker.fidelity, pool, scratch)
+        self._shadow_checks = ShadowChecks(engine, library, linker.fidelity, pool, scratch)
         self._refresh = caches.register(SessionRefresh(engine, library, linker.sessions, scratch))
-        self._measured = caches.register(LoadBearingChecks(engine, library, harvester, pool, scratch))
+        self._load_bearing = caches.register(LoadBearingChecks(engine, library, harvester, pool, scratch))
         self._answers: AnswerPrefill | None = None
         if keeps_answers and prefixes is not None:
             self._answers = caches.register(AnswerPrefill(engine, pool, prefixes, scratch.piece))
-        self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, linker.sums, crowded))
+        self._precompiler = caches.register(
+            PatchPrecompiler(harvester, scratch, limits, caches, clock, linker.sums, crowded)
+        )
         self._activity, self._hastened = activity, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0
@@ -111,14 +113,14 @@ class IdleWork:
     def __len__(self) -> int:
         """Pieces of work that are left; what waits for its compute budget is not among them."""
         harvests = (self._harvest is not None) + len(self._harvests)
-        others = len(self._rechecks) + len(self._refresh) + len(self._measured) + len(self._ahead)
+        others = len(self._shadow_checks) + len(self._refresh) + len(self._load_bearing) + len(self._precompiler)
         answers = 0 if self._answers is None else len(self._answers) + self._answers.pulling
         return harvests + others + answers
 
     @property
     def is_ready(self) -> bool:
         """True if a piece of work may be done now."""
-        begun = bool(self._harvest or self._rechecks or self._refresh or self._measured or self._answers)
+        begun = bool(self._harvest or self._shadow_checks or self._refresh or self._load_bearing or self._answers)
         return begun or self._may_compile or any(map(self._may_begin, self._harvests))
 
     @property
@@ -152,7 +154,7 @@ class IdleWork:
 
     def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
         """Load-bearing chunks of a request that asked for them lately. From any thread."""
-        return self._measured.get(tenant, request_id)
+        return self._load_bearing.get(tenant, request_id)
 
     def take_up(self, plan: LinkPlan, lease: str, offered: str, *, learns: bool) -> None:
         """Take up a finished link; its blocks stay until its chunks have been read, checked and measured.
@@ -168,9 +170,9 @@ class IdleWork:
             self._answers.remember(plan, offered)
         if learns and not outlived:
             self.add(plan, lease)
-        self._rechecks.offer(plan, lease)
+        self._shadow_checks.offer(plan, lease)
         if not outlived:
-            self._measured.offer(plan, lease)
+            self._load_bearing.offer(plan, lease)
 
     def refresh(self, plan: LinkPlan) -> None:
         """Queue the refresh of a link's session (see `session_refresh`)."""
@@ -186,7 +188,7 @@ class IdleWork:
         mode = plan.request.mode
         if policies.uses_library(mode):
             of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
-            self._ahead.offer(plan, missed=bool(chunks) and of_use)
+            self._precompiler.offer(plan, missed=bool(chunks) and of_use)
             for chunk in plan.chunks:
                 if chunk.is_reused:
                     self._harvester.keep_embeddings(plan, chunk)
@@ -213,7 +215,7 @@ class IdleWork:
     def compiled(self) -> CompileStats:
         """Counters of compiling ahead, and of answers."""
         answers = AnswerStats() if self._answers is None else self._answers.stats()
-        return replace(self._ahead.stats(), answers=answers)
+        return replace(self._precompiler.stats(), answers=answers)
 
     def is_overdue(self, since: float) -> bool:
         """True if a harvest of a repeated chunk has waited since before `since`, and links make way.
@@ -229,7 +231,7 @@ class IdleWork:
 
     def checks_since(self) -> float | None:
         """Time at which the oldest check was queued (`time.perf_counter`); None: there is none."""
-        return self._rechecks.waits_since()
+        return self._shadow_checks.waits_since()
 
     def step_beside_links(self) -> None:
         """Do a piece of a harvest beside links, or of what has begun and must end before it."""
@@ -238,14 +240,14 @@ class IdleWork:
         self._busy.spend(time.perf_counter() - began)
 
     def _wanted(self, harvest: _Harvest) -> float:
-        return self._ahead.demand.expected(*harvest.asked)
+        return self._precompiler.demand.expected(*harvest.asked)
 
     def _asked_again(self, harvest: _Harvest) -> bool:
-        return self._ahead.demand.asked_again(*harvest.asked)
+        return self._precompiler.demand.asked_again(*harvest.asked)
 
     def _may_begin(self, harvest: _Harvest) -> bool:
         """True if a harvest is worth doing already, when no link is under way."""
-        now, odds_against = time.perf_counter(), self._ahead.demand.odds_against(harvest.asked[0])
+        now, odds_against = time.perf_counter(), self._precompiler.demand.odds_against(harvest.asked[0])
         rested = now - self._activity.last_request >= min(self._activity.patience * odds_against, _LONGEST_REST)
         return rested or now < self._hastened or self._asked_again(harvest)
 
@@ -255,7 +257,7 @@ class IdleWork:
 
         Not over chunks whose canonical KV is still to be kept.
         """
-        return self._ahead.may_go_on(self._awaited())
+        return self._precompiler.may_go_on(self._awaited())
 
     def _awaited(self) -> set[tuple[str, str]]:
         return {harvest.asked for harvest in self._harvests}
@@ -270,20 +272,20 @@ class IdleWork:
 
     def _go_on(self) -> None:
         """Do one piece of what finished links can teach."""
-        if self._rechecks.is_running:  # what has begun may use the scratch blocks alone until it is over
-            self._rechecks.step()
-        elif self._ahead.is_running:
+        if self._shadow_checks.is_running:  # what has begun may use the scratch blocks alone until it is over
+            self._shadow_checks.step()
+        elif self._precompiler.is_running:
             self._compile()
         elif self._refresh.is_running:
             self._go_on_refreshing()
-        elif self._measured.is_running:
-            self._measured.step()
+        elif self._load_bearing.is_running:
+            self._load_bearing.step()
         elif self._harvest or self._begin_harvest():
             self._go_on_harvesting()
-        elif self._rechecks.is_ready:
-            self._rechecks.step()
-        elif self._measured:
-            self._measured.step()
+        elif self._shadow_checks.is_ready:
+            self._shadow_checks.step()
+        elif self._load_bearing:
+            self._load_bearing.step()
         elif self._refresh:
             self._go_on_refreshing()
         elif self._may_compile:
@@ -296,7 +298,7 @@ class IdleWork:
 
         Returns whether any block came free.
         """
-        if self._rechecks.make_room() or self._measured.make_room():
+        if self._shadow_checks.make_room() or self._load_bearing.make_room():
             return True
         before = self._pool.free
         for least in sorted(self._harvests, key=self._wanted):
@@ -310,8 +312,8 @@ class IdleWork:
 
     def drop(self, leases: Collection[str]) -> None:
         """Give up the harvests, checks and measurements of leases that have ended."""
-        self._rechecks.drop(leases)
-        self._measured.drop(leases)
+        self._shadow_checks.drop(leases)
+        self._load_bearing.drop(leases)
         self._harvests = [harvest for harvest in self._harvests if harvest.lease not in leases]
 
     def _begin_harvest(self) -> bool:
@@ -326,11 +328,11 @@ class IdleWork:
     def _go_on_harvesting(self) -> None:
         """Do a piece of the harvest that has begun."""
         assert self._harvest is not None
-        item, piecework = self._harvest
+        item, task = self._harvest
         over = True
         try:
             with self._attempt(f"chunk {item.chunk.span.content[:16]} could not be kept"):
-                over = piecework.go_on()
+                over = task.go_on()
         finally:
             if over:
                 self._harvest = None  # only now: until then it counts as work to be done
@@ -370,7 +372,7 @@ class IdleWork:
 
     def _compile(self) -> None:
         with self._attempt("patches could not be compiled ahead"):
-            self._ahead.step(self._awaited())
+            self._precompiler.step(self._awaited())
 
 
 def _is_defect(error: Exception) -> bool:

@@ -65,7 +65,7 @@ class PrefillLoop:
         harvester: keeps what finished links have computed.
         owner: of the leases; see `protocol.lease_owner`.
         cost_model: what forwards take; None: it is learnt from them.
-        loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
+        load_budget: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
         crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
         clock: monotonic seconds.
     """
@@ -78,7 +78,7 @@ class PrefillLoop:
         *,
         owner: str,
         cost_model: ForwardCostModel | None = None,
-        loaded: KVLoadBudget | None = None,
+        load_budget: KVLoadBudget | None = None,
         crowded: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,8 +93,8 @@ class PrefillLoop:
         cost_model = cost_model or ForwardCostModel()
         streams_layers = engine.accepts_layerwise_kv
         self._scheduler = Scheduler(linker, self._pool, cost_model, limits.budget, streams_layers=streams_layers)
-        self._loaded = loaded or KVLoadBudget(0, 0)  # for which nobody waits
-        self._images = EncodeQueue(engine)
+        self._load_budget = load_budget or KVLoadBudget(0, 0)  # for which nobody waits
+        self._encode_queue = EncodeQueue(engine)
         scratch = Scratch(range(last - spare_blocks, last), size, self._piece)
         caches = linker.forgets.group(self.call)
         self._host: HostBlocks | None = None
@@ -170,7 +170,7 @@ class PrefillLoop:
         So that no plan begins to load what is refused later.
         """
         with self._wake:
-            self._refuse_beyond(len(self._scheduler.waiting) + self._loaded.waiting)
+            self._refuse_beyond(len(self._scheduler.waiting) + self._load_budget.waiting)
 
     def encode(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
         """Encode images between two forwards: embeddings [tokens, hidden] of each.
@@ -181,9 +181,9 @@ class PrefillLoop:
             Overloaded: too many calls wait already.
         """
         with self._wake:
-            self._refuse_beyond(len(self._images))
+            self._refuse_beyond(len(self._encode_queue))
             self._wake.notify()
-            return self._images.add(items)
+            return self._encode_queue.add(items)
 
     def _refuse_beyond(self, waiting: int) -> None:
         if self._stopping:
@@ -289,7 +289,7 @@ class PrefillLoop:
         """Counters and queue lengths, without stopping the loop."""
         scheduler = self._scheduler
         return LoopStats(
-            waiting=len(scheduler.waiting) + self._loaded.waiting,
+            waiting=len(scheduler.waiting) + self._load_budget.waiting,
             running=len(scheduler.running),
             harvest=len(self._background),
             blocks_free=self._pool.free,
@@ -300,7 +300,7 @@ class PrefillLoop:
             forwards_by_layer=scheduler.forwards_by_layer,
             forwards_partial=scheduler.forwards_partial,
             tokens_forwarded=scheduler.tokens,
-            tokens_queued=scheduler.tokens_left + self._loaded.tokens,
+            tokens_queued=scheduler.tokens_left + self._load_budget.tokens,
             fixed_tokens=scheduler.cost_model.cost.fixed_tokens,
             seconds_per_token=scheduler.cost_model.cost.seconds_per_token,
             leases_expired=self._expired,
@@ -329,7 +329,7 @@ class PrefillLoop:
     @property
     def failing(self) -> int:
         """Failures of the engine since its last forward, of links or images, that went well."""
-        return max(self._scheduler.failing, self._images.failing)
+        return max(self._scheduler.failing, self._encode_queue.failing)
 
     def alive(self) -> bool:
         """True while the thread turns."""
@@ -352,7 +352,7 @@ class PrefillLoop:
             with self._wake:
                 self._stopping = True
                 self._scheduler.fail([*self._scheduler.running, *self._scheduler.waiting], error)
-                self._images.refuse(error)
+                self._encode_queue.refuse(error)
                 self._refuse_calls()
             raise
 
@@ -365,14 +365,14 @@ class PrefillLoop:
                     self._wake.wait(_POLL_SECONDS if self._pool.has_unread or self._background.is_pulling else 0.5)
                 if self._stopping and not self._scheduler.running:
                     self._scheduler.refuse_waiting(Overloaded("the prefill worker is shutting down"))
-                    self._images.refuse(Overloaded("the prefill worker is shutting down"))
+                    self._encode_queue.refuse(Overloaded("the prefill worker is shutting down"))
                     self._refuse_calls()
                     return
             self._heed()
             self._background.poll_pulls()
             self._free_blocks()
             self._admit()
-            if self._images and self._images.turn():
+            if self._encode_queue and self._encode_queue.turn():
                 self._activity.note_computed()
                 self.expect()  # the link that they are for
             since = time.perf_counter() - self._activity.patience
@@ -413,7 +413,7 @@ class PrefillLoop:
         self._activity.note_computed()
 
     def _has_work(self) -> bool:
-        return self._scheduler.has_links or bool(self._images or self._background.is_ready)
+        return self._scheduler.has_links or bool(self._encode_queue or self._background.is_ready)
 
     def _gives_way(self) -> bool:
         """True if background work should wait for a hand-off or a request, and no check is late."""
@@ -472,7 +472,7 @@ class PrefillLoop:
         """Drop cancelled links and admit waiting ones; idle work makes room for them."""
         with self._wake:  # others add
             cancelled = self._scheduler.take_cancelled()
-            self._images.drop_cancelled()
+            self._encode_queue.drop_cancelled()
         for job in cancelled:
             job.plan.unpin()
         while not (self._stopping or self._scheduler.admit()):

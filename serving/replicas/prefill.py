@@ -92,8 +92,8 @@ class PrefillWorker:
         self._library = Library(config.library, self._engine.fingerprint)
         self._hand_over = HandOver(self._library)
         self._compiler = compiler
-        self._forming: DeviceForming | None = None
-        self._deficits = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
+        self._device_forming: DeviceForming | None = None
+        self._patch_queue = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
         keeper = DeploymentHandle("LibraryKeeper", serve.get_replica_context().app_name)  # bound, it would be a circle
         self._fidelity = PrefillFidelity(settings.fidelity, lambda known: answered(keeper.exchange.remote(known)))
         form = load_form(config.patch, self._library)
@@ -101,18 +101,18 @@ class PrefillWorker:
         self._linker, self._sessions = linker, linker.sessions.store
         if config.is_forming_in_prefill:
             forming = DeviceForming(PatchCompiler(self._library, form, device="cuda"))
-            self._forming = linker.forgets.group().register(forming)
+            self._device_forming = linker.forgets.group().register(forming)
         self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
-        self._loaded = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
+        self._load_budget = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
         self._loop = PrefillLoop(
             linker,
-            Harvester(self._engine, self._library, form, self._deficits.submit),
+            Harvester(self._engine, self._library, form, self._patch_queue.submit),
             settings.loop_limits(linker.compose_up_to),
             owner=lease_owner(os.getpid(), self._name),
             cost_model=measure_forward_cost(self._engine),
-            loaded=self._loaded,
-            crowded=lambda: self._deficits.is_crowded,
+            load_budget=self._load_budget,
+            crowded=lambda: self._patch_queue.is_crowded,
         )
         self._canary = Canary(
             lambda: self._loop.progressed,
@@ -155,13 +155,14 @@ class PrefillWorker:
         )
 
     async def _compile(self, job: PatchJob) -> None:
-        await (self._forming.compile(job) if self._forming else answered(self._compiler.compile.remote(job)))
+        forming = self._device_forming
+        await (forming.compile(job) if forming else answered(self._compiler.compile.remote(job)))
         self._feed.add(job.entry)
 
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
         """Start loading for a prompt on its way; returns the images of which nothing is stored."""
         self._loop.expect()
-        loop, prefetch = asyncio.get_running_loop(), partial(self._linker.prefetch, load=not self._loaded.waiting)
+        loop, prefetch = asyncio.get_running_loop(), partial(self._linker.prefetch, load=not self._load_budget.waiting)
         lacking = await loop.run_in_executor(self._planners, prefetch, request)
         return [content for content, lacks in lacking.items() if await asyncio.wrap_future(lacks)]
 
@@ -212,7 +213,7 @@ class PrefillWorker:
 
     async def _link_embedded(self, request: LinkRequest, given: Mapping[int, Tensor], vision_ms: float) -> LinkResult:
         loop = asyncio.get_running_loop()
-        async with self._loaded.room_for(request) as waited:
+        async with self._load_budget.room_for(request) as waited:
             plan = await loop.run_in_executor(self._planners, self._plan, request, given)
             plan.took("queue", waited)
             if vision_ms:
@@ -319,11 +320,11 @@ class PrefillWorker:
         loop = self._loop.stats()
         return {
             "name": self._name,
-            "loop": replace(loop, compiled=replace(loop.compiled, dropped=self._deficits.dropped)),
+            "loop": replace(loop, compiled=replace(loop.compiled, dropped=self._patch_queue.dropped)),
             "library": self._library.stats(),
             "sessions": SessionStats(len(self._sessions), self._sessions.nbytes),
-            "patches_queued": len(self._deficits),
-            "patches_dropped": self._deficits.dropped,
+            "patches_queued": len(self._patch_queue),
+            "patches_dropped": self._patch_queue.dropped,
             "handshakes_dropped": dropped(),
         }
 
@@ -336,7 +337,7 @@ class PrefillWorker:
 
         async with asyncio.timeout(_FORMING_SECONDS):
             await asyncio.to_thread(drain, self._loop, _FORMING_SECONDS)
-            while self._deficits:
+            while self._patch_queue:
                 await asyncio.sleep(0.01)
         await asyncio.to_thread(self._library.flush)
 
@@ -401,8 +402,8 @@ class PrefillWorker:
 
     def _close(self) -> None:
         self._loop.stop()
-        if self._forming is not None:
-            self._forming.close()
+        if self._device_forming is not None:
+            self._device_forming.close()
         self._library.close()
 
     def __del__(self) -> None:

@@ -69,7 +69,7 @@ def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False
     loop = {"alive": lambda: alive, "failing": failing, "stop": lambda: None, "bring_back": lambda request: None}
     worker._loop = SimpleNamespace(**loop)
     worker._library = SimpleNamespace(close=lambda: None)
-    worker._loaded = KVLoadBudget(100, bytes_per_token=10)
+    worker._load_budget = KVLoadBudget(100, bytes_per_token=10)
     worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
     worker._canary, worker._handshake_timeout = SimpleNamespace(check=nothing), 1.0
     return worker
@@ -163,7 +163,7 @@ async def test_a_link_is_planned_when_there_is_room_for_what_it_loads():
     assert await third == "linked"
     assert planned == ["first", "second", "third"]
     assert links[1].cancelled()
-    assert worker._loaded.held == 0
+    assert worker._load_budget.held == 0
     assert ahead == [False, True]
 
 
@@ -214,7 +214,7 @@ async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch
     monkeypatch.setattr(PrefillWorker, "_name", "r1")
     worker._loop.stats = lambda: loop
     worker._library.stats = lambda: None
-    worker._deficits, worker._sessions = dropped, MagicMock()
+    worker._patch_queue, worker._sessions = dropped, MagicMock()
     assert (await worker.stats())["loop"].compiled == CompileStats(1, {}, 0.0, {}, dropped=3)
 
 
