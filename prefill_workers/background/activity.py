@@ -1,4 +1,4 @@
-"""Activity of a prefill worker: its requests, which background work gives way to, and its engine's forwards."""
+"""Latest requests of a prefill worker, which background work gives way to, and forwards."""
 
 from __future__ import annotations
 

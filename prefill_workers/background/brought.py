@@ -1,4 +1,4 @@
-"""Which of the links that background work holds a deletion reaches."""
+"""Links that a deletion reaches, of those that background work holds."""
 
 from __future__ import annotations
 

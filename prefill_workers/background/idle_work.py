@@ -124,7 +124,7 @@ class IdleWork:
         return begun or self._may_compile or any(map(self._may_begin, self._harvests))
 
     @property
-    def keeps_answers(self) -> bool:
+    def accepts_answers(self) -> bool:
         """True if the KV of answers is kept."""
         return self._answers is not None
 
@@ -157,7 +157,7 @@ class IdleWork:
         return self._load_bearing.get(tenant, request_id)
 
     def take_up(self, plan: LinkPlan, lease: str, offered: str, *, learns: bool) -> None:
-        """Take up a finished link; its blocks stay until its chunks have been read, checked and measured.
+        """Take up a finished link. Its blocks stay until what takes it up has read them.
 
         One that brought what was deleted since it began teaches nothing: it would be kept long after the deletion.
 
@@ -179,7 +179,7 @@ class IdleWork:
         self._refresh.offer(plan)
 
     def add(self, plan: LinkPlan, lease: str) -> None:
-        """Keep what a finished link computed; its blocks stay until its chunks have been read."""
+        """Harvest what a finished link computed; its blocks stay until they have been read."""
         chunks = self._harvester.harvestable(plan)
         for chunk in chunks:
             self._pool.hold(lease)

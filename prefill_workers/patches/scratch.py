@@ -42,7 +42,7 @@ class Scratch:
         return split_runs(runs, self.piece(sum(map(len, runs))))
 
     def compute(self, engine: PrefillEngine, sequence: LinkSequence, start: int = 0) -> Pieces[float]:
-        """Compute a sequence's KV from a token on, a forward a piece; returns the seconds of its forwards."""
+        """Compute a sequence's KV from a token on, a forward a piece; returns their seconds."""
         seconds, left = 0.0, complement([], len(sequence), start)
         while left:
             runs, left = self.split(left)

@@ -1,4 +1,4 @@
-"""The link runner: forwards of the links that are admitted, and the end of those that are done."""
+"""The link runner: forwards of admitted links, and the end of those that are done."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkRunner:
-    """Runs the admitted links of one engine to their end. Belongs to the prefill loop's thread.
+    """Admitted links of one engine, run to their end. Belongs to the prefill loop's thread.
 
     Args:
         pool: whose blocks the links hold.
@@ -46,13 +46,13 @@ class LinkRunner:
         self._idle_work, self._activity, self._learns = idle_work, activity, learns
 
     def turn(self) -> bool:
-        """Run one forward of the links that are admitted, and end those that are done. False if none was."""
+        """Run one forward of admitted links, and end those that are done. False if none is."""
         finished = self._run()
         self._end([job for job in finished if self._compact(job)])
         return bool(finished)
 
     def _run(self) -> list[LinkJob]:
-        """Run one forward, if one is worth it. Returns the links that are done, whose KV can be read."""
+        """Run one forward, if one is worth it; returns the links that are done, in full."""
         batch = self._scheduler.schedule()
         result = None if batch is None else self._forward(batch)
         finished = self._scheduler.update(batch, result)

@@ -252,7 +252,7 @@ class PrefillLoop:
             RuntimeError: the loop ends, or has ended.
         """
         ended: Future[None] = Future()
-        if self._background.keeps_answers:
+        if self._background.accepts_answers:
             self.call(partial(self._background.keep_answer, lease, token_ids, offer, ended))
         else:
             ended.set_result(None)

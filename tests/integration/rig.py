@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -152,7 +152,7 @@ class Linked:
         return self.kv[:, span.start : span.stop]
 
 
-def taken(options: dict, kind: type) -> dict:
+def taken(options: dict[str, Any], kind: type) -> dict[str, Any]:
     """The options that are fields of a dataclass, taken out of `options`."""
     return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
 
@@ -182,7 +182,7 @@ class Rig:
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
         self.linker = Linker(engine, self.library, form, self.fidelity, compose_up_to, keeps_prefixes, weigh_by)
         self.harvester = Harvester(engine, self.library, form, self.compiler.compile)
-        usual = {
+        usual: dict[str, Any] = {
             "compiles": CompileLimits(**taken(loop_options, CompileLimits)),
             "budget": 4096,
             "max_queue": 64,
