@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -142,6 +142,32 @@ class CompileLimits:
         """
         pairs = self.pair_forwards if chunks - 1 <= self.compose_up_to else 0
         return replace(self, orbit_chunks=0, subset_forwards=0, pair_forwards=pairs)
+
+
+@dataclass(frozen=True)
+class LoopLimits:
+    """Limits of a prefill loop.
+
+    Attributes:
+        budget: tokens of one forward at most.
+        max_queue: links that may wait; more are refused with `Overloaded`.
+        lease_seconds: how long linked KV waits for a decode engine to read it.
+        learns: whether computed chunks are kept (canonical KV, patches) in the background.
+        compiles: how much is compiled in the background ahead of requests.
+        patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
+            that are on their way.
+        host_bytes: host memory for blocks that prompts may begin with, behind the pool.
+        keeps_answers: whether the KV of answers is kept, where prompts' blocks are.
+    """
+
+    budget: int
+    max_queue: int
+    lease_seconds: float
+    learns: bool = True
+    compiles: CompileLimits = field(default_factory=CompileLimits)
+    patience_seconds: float = 0.5
+    host_bytes: int = 0
+    keeps_answers: bool = True
 
 
 class PrefillSettings(BaseModel):
@@ -292,3 +318,15 @@ class PrefillSettings(BaseModel):
             busy_share=self.busy_share,
         )
         return limits if composed_antecedents(compose_up_to) else limits.without_sums()
+
+    def loop_limits(self, compose_up_to: int) -> LoopLimits:
+        """Limits of the loop, where pair patches behind so many antecedents are summed."""
+        return LoopLimits(
+            budget=self.max_batch_tokens,
+            max_queue=self.max_queue,
+            lease_seconds=self.lease_seconds,
+            learns=self.form_patches,
+            compiles=self.compile_limits(compose_up_to),
+            host_bytes=self.prefix_cache_bytes,
+            keeps_answers=self.keep_answers,
+        )

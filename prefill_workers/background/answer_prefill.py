@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from kvstore.deletions import reaches
 from prefill_workers.background.answer import Answer
 from prefill_workers.background.answer_pull import AnswerPulls
+from prefill_workers.background.brought import brought
 from prefill_workers.block_index import Forms
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.engine import PrefillEngine
@@ -133,13 +133,9 @@ class AnswerPrefill:
 
     def forget(self, content: str, tenant: str) -> None:
         """Drop links and answers behind a deleted content."""
-
-        def brought(request: LinkRequest) -> bool:
-            return reaches(content, tenant, request.tenant) and any(span.content == content for span in request.chunks)
-
-        for lease in [lease for lease, (request, *_) in self._linked.items() if brought(request)]:
+        for lease in [lease for lease, (request, *_) in self._linked.items() if brought(request, content, tenant)]:
             del self._linked[lease]
-        for number in [number for number, answer in self._waiting.items() if brought(answer.request)]:
+        for number in [number for number, answer in self._waiting.items() if brought(answer.request, content, tenant)]:
             del self._waiting[number]
 
     def step(self) -> None:

@@ -17,25 +17,31 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
-from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from kvstore.forget import CacheGroup
 from kvstore.records.keys import owner_of
+from prefill_workers.background.activity import Activity
 from prefill_workers.background.answer_prefill import AnswerPrefill, AnswerStats
+from prefill_workers.background.brought import brought
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
 from prefill_workers.background.load_bearing import LoadBearingChecks
 from prefill_workers.background.patch_precompiler import CompileStats, PatchPrecompiler
 from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool
+from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import uses_canonical_alone, uses_library
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch
 from prefill_workers.patches.set_patches import SetPatches
+from prefill_workers.protocol import LoadBearing
 from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
@@ -63,61 +69,70 @@ class IdleWork:
     """Queues of what finished links can teach. Belongs to the prefill loop's thread.
 
     Args:
+        linker: whose links they are.
         scratch: where background sequences lie.
-        refresh: of sessions' segments.
-        measured: what requests ask to be told of their chunks.
-        answers: whose KV is computed for next turns; None: no answers'.
-        limits: how much is kept beside links, and compiled ahead of requests.
         caches: of the loop's thread.
+        limits: how much is kept beside links, and compiled ahead of requests.
+        activity: of requests; what was seen once waits, at even odds of its coming again, for as long as it is patient.
         clock: monotonic seconds.
-        sums: whether sums of pair patches may be served now.
         crowded: whether the patch compiler has enough to do.
-        disturbed: when a request came last, or got what it came for (`time.perf_counter`).
-        rest: seconds since then for which a harvest of what was seen once waits at even odds of its coming again.
+        keeps_answers: whether the KV of answers is kept, where prompts' blocks are.
     """
 
     def __init__(
         self,
+        linker: Linker,
         harvester: Harvester,
         pool: BlockPool,
         scratch: Scratch,
-        limits: CompileLimits,
-        rechecks: ShadowChecks,
-        refresh: SessionRefresh,
-        measured: LoadBearingChecks,
-        answers: AnswerPrefill | None,
         caches: CacheGroup,
+        limits: CompileLimits,
+        activity: Activity,
+        *,
         clock: Clock,
-        sums: Callable[[], bool],
         crowded: Callable[[], bool],
-        disturbed: Callable[[], float],
-        rest: float,
+        keeps_answers: bool,
     ) -> None:
+        engine, library, prefixes = linker.engine, linker.library, linker.prefixes
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
         self._harvests: list[_Harvest] = []
         self._harvest: tuple[_Harvest, ResumableTask[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._ahead = caches.register(
-            PatchPrecompiler(SetPatches(harvester), scratch, limits, caches, clock, sums, crowded)
+        self._shadow_checks = ShadowChecks(engine, library, linker.fidelity, pool, scratch)
+        self._refresh = caches.register(SessionRefresh(engine, library, linker.sessions, scratch))
+        self._load_bearing = caches.register(LoadBearingChecks(engine, library, harvester, pool, scratch))
+        self._answers: AnswerPrefill | None = None
+        if keeps_answers and prefixes is not None:
+            self._answers = caches.register(AnswerPrefill(engine, pool, prefixes, scratch.piece))
+        self._precompiler = caches.register(
+            PatchPrecompiler(SetPatches(harvester), scratch, limits, caches, clock, linker.sums, crowded)
         )
-        self._rechecks = rechecks
-        self._refresh, self._measured, self._answers = refresh, measured, answers
-        self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
+        self._activity, self._hastened = activity, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0
 
     def __len__(self) -> int:
         """Pieces of work that are left; what waits for its compute budget is not among them."""
         harvests = (self._harvest is not None) + len(self._harvests)
-        others = len(self._rechecks) + len(self._refresh) + len(self._measured) + len(self._ahead)
+        others = len(self._shadow_checks) + len(self._refresh) + len(self._load_bearing) + len(self._precompiler)
         answers = 0 if self._answers is None else len(self._answers) + self._answers.pulling
         return harvests + others + answers
 
     @property
     def is_ready(self) -> bool:
         """True if a piece of work may be done now."""
-        begun = bool(self._harvest or self._rechecks or self._refresh or self._measured or self._answers)
+        begun = bool(self._harvest or self._shadow_checks or self._refresh or self._load_bearing or self._answers)
         return begun or self._may_compile or any(map(self._may_begin, self._harvests))
+
+    @property
+    def accepts_answers(self) -> bool:
+        """True if the KV of answers is kept."""
+        return self._answers is not None
+
+    @property
+    def is_pulling(self) -> bool:
+        """True while answers are read from decode engines, for `poll_pulls` to end."""
+        return self._answers is not None and self._answers.pulling > 0
 
     def hasten(self, until: float) -> None:
         """Do what is left without waiting for a quiet time, until `until` (`time.perf_counter`).
@@ -126,32 +141,46 @@ class IdleWork:
         """
         self._hastened = until
 
-    def check(self, plan: LinkPlan, lease: str) -> None:
-        """Compare a finished link with an exact one, if it is drawn.
+    def keep_answer(
+        self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None, ended: Future[None]
+    ) -> None:
+        """Take up the answer behind a link; see `AnswerPrefill.add`."""
+        assert self._answers is not None
+        self._answers.add(lease, token_ids, offer, ended)
 
-        Its blocks stay until that has begun.
+    def poll_pulls(self) -> None:
+        """End pulls of answers whose KV has come."""
+        if self._answers is not None and self._answers.pulling:
+            self._answers.poll()
+
+    def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
+        """Load-bearing chunks of a request that asked for them lately. From any thread."""
+        return self._load_bearing.get(tenant, request_id)
+
+    def take_up(self, plan: LinkPlan, lease: str, offered: str, *, learns: bool) -> None:
+        """Take up a finished link. Its blocks stay until what takes it up has read them.
+
+        One that brought what was deleted since it began teaches nothing: it would be kept long after the deletion.
+
+        Args:
+            offered: the lease that decode engines pull, under which its answer comes.
+            learns: whether its chunks are kept.
         """
-        self._rechecks.offer(plan, lease)
-
-    def measure(self, plan: LinkPlan, lease: str) -> None:
-        """Measure how load-bearing a finished link's chunks are, if its request asked.
-
-        Its blocks stay until that has begun.
-        """
-        if not self.has_outlived(plan):
-            self._measured.offer(plan, lease)
+        outlived = self.has_outlived(plan)
+        if self._answers is not None and not outlived:
+            self._answers.remember(plan, offered)
+        if learns and not outlived:
+            self.add(plan, lease)
+        self._shadow_checks.offer(plan, lease)
+        if not outlived:
+            self._load_bearing.offer(plan, lease)
 
     def refresh(self, plan: LinkPlan) -> None:
         """Queue the refresh of a link's session (see `session_refresh`)."""
         self._refresh.offer(plan)
 
     def add(self, plan: LinkPlan, lease: str) -> None:
-        """Take up a finished link; its blocks stay until its chunks have been read.
-
-        One that brought what was deleted since it began teaches nothing: it would be kept long after the deletion.
-        """
-        if self.has_outlived(plan):
-            return
+        """Harvest what a finished link computed; its blocks stay until they have been read."""
         chunks = self._harvester.harvestable(plan)
         for chunk in chunks:
             self._pool.hold(lease)
@@ -160,7 +189,7 @@ class IdleWork:
         mode = plan.request.mode
         if uses_library(mode):
             of_use = not uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
-            self._ahead.offer(plan, missed=bool(chunks) and of_use)
+            self._precompiler.offer(plan, missed=bool(chunks) and of_use)
             for chunk in plan.chunks:
                 if chunk.is_reused:
                     self._harvester.keep_embeddings(plan, chunk)
@@ -172,15 +201,10 @@ class IdleWork:
         self._deleted[deleted] = time.perf_counter()
         if len(self._deleted) > _MOST_DELETED:
             del self._deleted[next(iter(self._deleted))]
-
-        def brought(harvest: _Harvest) -> bool:
-            request = harvest.plan.request
-            return reaches(content, tenant, request.tenant) and any(span.content == content for span in request.chunks)
-
-        for harvest in [one for one in self._harvests if brought(one)]:
+        for harvest in [one for one in self._harvests if brought(one.plan.request, content, tenant)]:
             self._harvests.remove(harvest)
             self._pool.unhold(harvest.lease)
-        if self._harvest and brought(self._harvest[0]):  # it has let go of its blocks
+        if self._harvest and brought(self._harvest[0].plan.request, content, tenant):  # it has let go of its blocks
             self._harvest = None
 
     def has_outlived(self, plan: LinkPlan) -> bool:
@@ -192,7 +216,7 @@ class IdleWork:
     def compiled(self) -> CompileStats:
         """Counters of compiling ahead, and of answers."""
         answers = AnswerStats() if self._answers is None else self._answers.stats()
-        return replace(self._ahead.stats(), answers=answers)
+        return replace(self._precompiler.stats(), answers=answers)
 
     def is_overdue(self, since: float) -> bool:
         """True if a harvest of a repeated chunk has waited since before `since`, and links make way.
@@ -208,7 +232,7 @@ class IdleWork:
 
     def checks_since(self) -> float | None:
         """Time at which the oldest check was queued (`time.perf_counter`); None: there is none."""
-        return self._rechecks.waits_since()
+        return self._shadow_checks.waits_since()
 
     def step_beside_links(self) -> None:
         """Do a piece of a harvest beside links, or of what has begun and must end before it."""
@@ -217,15 +241,15 @@ class IdleWork:
         self._busy.spend(time.perf_counter() - began)
 
     def _wanted(self, harvest: _Harvest) -> float:
-        return self._ahead.demand.expected(*harvest.asked)
+        return self._precompiler.demand.expected(*harvest.asked)
 
     def _asked_again(self, harvest: _Harvest) -> bool:
-        return self._ahead.demand.asked_again(*harvest.asked)
+        return self._precompiler.demand.asked_again(*harvest.asked)
 
     def _may_begin(self, harvest: _Harvest) -> bool:
         """True if a harvest is worth doing already, when no link is under way."""
-        now, odds_against = time.perf_counter(), self._ahead.demand.odds_against(harvest.asked[0])
-        rested = now - self._disturbed() >= min(self._rest * odds_against, _LONGEST_REST)
+        now, odds_against = time.perf_counter(), self._precompiler.demand.odds_against(harvest.asked[0])
+        rested = now - self._activity.last_request >= min(self._activity.patience * odds_against, _LONGEST_REST)
         return rested or now < self._hastened or self._asked_again(harvest)
 
     @property
@@ -234,7 +258,7 @@ class IdleWork:
 
         Not over chunks whose canonical KV is still to be kept.
         """
-        return self._ahead.may_go_on(self._awaited())
+        return self._precompiler.may_go_on(self._awaited())
 
     def _awaited(self) -> set[tuple[str, str]]:
         return {harvest.asked for harvest in self._harvests}
@@ -242,26 +266,27 @@ class IdleWork:
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
         if self._answers:
-            self._go_on_answering(self._answers)
+            with self._attempt("an answer's KV could not be computed"):
+                self._answers.step()
         else:
             self._go_on()
 
     def _go_on(self) -> None:
         """Do one piece of what finished links can teach."""
-        if self._rechecks.is_running:  # what has begun may use the scratch blocks alone until it is over
-            self._rechecks.step()
-        elif self._ahead.is_running:
+        if self._shadow_checks.is_running:  # what has begun may use the scratch blocks alone until it is over
+            self._shadow_checks.step()
+        elif self._precompiler.is_running:
             self._compile()
         elif self._refresh.is_running:
             self._go_on_refreshing()
-        elif self._measured.is_running:
-            self._measured.step()
+        elif self._load_bearing.is_running:
+            self._load_bearing.step()
         elif self._harvest or self._begin_harvest():
             self._go_on_harvesting()
-        elif self._rechecks.is_ready:
-            self._rechecks.step()
-        elif self._measured:
-            self._measured.step()
+        elif self._shadow_checks.is_ready:
+            self._shadow_checks.step()
+        elif self._load_bearing:
+            self._load_bearing.step()
         elif self._refresh:
             self._go_on_refreshing()
         elif self._may_compile:
@@ -274,7 +299,7 @@ class IdleWork:
 
         Returns whether any block came free.
         """
-        if self._rechecks.make_room() or self._measured.make_room():
+        if self._shadow_checks.make_room() or self._load_bearing.make_room():
             return True
         before = self._pool.free
         for least in sorted(self._harvests, key=self._wanted):
@@ -288,8 +313,8 @@ class IdleWork:
 
     def drop(self, leases: Collection[str]) -> None:
         """Give up the harvests, checks and measurements of leases that have ended."""
-        self._rechecks.drop(leases)
-        self._measured.drop(leases)
+        self._shadow_checks.drop(leases)
+        self._load_bearing.drop(leases)
         self._harvests = [harvest for harvest in self._harvests if harvest.lease not in leases]
 
     def _begin_harvest(self) -> bool:
@@ -304,15 +329,11 @@ class IdleWork:
     def _go_on_harvesting(self) -> None:
         """Do a piece of the harvest that has begun."""
         assert self._harvest is not None
-        item, piecework = self._harvest
+        item, task = self._harvest
         over = True
         try:
-            over = piecework.go_on()
-        except Exception as error:
-            self.failures += 1
-            logger.warning(
-                "chunk %s could not be kept: %s", item.chunk.span.content[:16], error, exc_info=_is_defect(error)
-            )
+            with self._attempt(f"chunk {item.chunk.span.content[:16]} could not be kept"):
+                over = task.go_on()
         finally:
             if over:
                 self._harvest = None  # only now: until then it counts as work to be done
@@ -337,26 +358,22 @@ class IdleWork:
         if self._asked_again(item):
             yield from self._harvester.form_anew(item.plan, item.chunk, self._scratch)
 
-    def _go_on_answering(self, answers: AnswerPrefill) -> None:
+    @contextmanager
+    def _attempt(self, words: str) -> Iterator[None]:
+        """Do a piece of work; what fails is counted and logged."""
         try:
-            answers.step()
+            yield
         except Exception as error:
             self.failures += 1
-            logger.warning("an answer's KV could not be computed: %s", error, exc_info=_is_defect(error))
+            logger.warning("%s: %s", words, error, exc_info=_is_defect(error))
 
     def _go_on_refreshing(self) -> None:
-        try:
+        with self._attempt("a session's segments could not be computed anew"):
             self._refresh.step()
-        except Exception as error:
-            self.failures += 1
-            logger.warning("a session's segments could not be computed anew: %s", error, exc_info=_is_defect(error))
 
     def _compile(self) -> None:
-        try:
-            self._ahead.step(self._awaited())
-        except Exception as error:
-            self.failures += 1
-            logger.warning("patches could not be compiled ahead: %s", error, exc_info=_is_defect(error))
+        with self._attempt("patches could not be compiled ahead"):
+            self._precompiler.step(self._awaited())
 
 
 def _is_defect(error: Exception) -> bool:

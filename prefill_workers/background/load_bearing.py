@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from infra.groups import within
-from kvstore.deletions import reaches
 from kvstore.library import Library
+from prefill_workers.background.brought import brought
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import compare
@@ -178,16 +178,11 @@ class LoadBearingChecks:
 
     def forget(self, content: str, tenant: str) -> None:
         """Measure nothing more of links that brought a deleted content."""
-
-        def brought(check: _Check) -> bool:
-            mine = reaches(content, tenant, check.name[0])
-            return mine and any(span.content == content for span in check.plan.request.chunks)
-
-        for check in [check for check in self._queue if brought(check)]:
+        for check in [check for check in self._queue if brought(check.plan.request, content, tenant)]:
             self._queue.remove(check)
             self._let_go(check)
             self._skip(check, "a chunk of it was deleted")
-        if self._task is not None and brought(self._task[0]):
+        if self._task is not None and brought(self._task[0].plan.request, content, tenant):
             self._skip(self._task[0], "a chunk of it was deleted")
             self._task = None  # its first piece has let go of the blocks
 
@@ -244,11 +239,8 @@ class LoadBearingChecks:
         if chunk.is_missing_embeddings:
             return None
         lone = self._harvester.lone(plan, chunk, self._scratch.blocks)
-        left = [Run(0, len(lone))]
-        while left:
-            runs, left = self._scratch.split(left)
-            self._engine.forward([(lone, runs)])
-            yield
+        yield from self._scratch.compute(self._engine, lone)
+        yield  # the next piece may be a forward, too
         return self._engine.read_kv(self._scratch.blocks, 0, len(lone))
 
     def _blocks(self, row: Row) -> int:

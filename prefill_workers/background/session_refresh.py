@@ -26,11 +26,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kvstore.deletions import reaches
 from kvstore.library import Library
 from kvstore.operator.apply import deficit_at
 from kvstore.operator.patch import PatchKind
 from kvstore.records.patch_form import PatchForm
+from prefill_workers.background.brought import brought
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.place_kv import PlacedChunk, write_chunks
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
@@ -99,13 +99,10 @@ class SessionRefresh:
 
     def forget(self, content: str, tenant: str) -> None:
         """Refresh nothing more of links that brought a deleted content."""
-
-        def brought(plan: LinkPlan) -> bool:
-            mine = reaches(content, tenant, plan.request.tenant)
-            return mine and any(span.content == content for span in plan.request.chunks)
-
-        self._waiting = {name: waiting for name, waiting in self._waiting.items() if not brought(waiting[0])}
-        if self._task is not None and brought(self._task[0]):
+        self._waiting = {
+            name: waiting for name, waiting in self._waiting.items() if not brought(waiting[0].request, content, tenant)
+        }
+        if self._task is not None and brought(self._task[0].request, content, tenant):
             self._task = None
 
     def step(self) -> None:
@@ -195,12 +192,7 @@ class SessionRefresh:
             embedded.append(Embedded(start + chunk.span.first - segment.start, embeddings, chunk.span.is_embed))
         tokens = torch.cat([plan.sequence.token_ids[segment.start : segment.stop] for segment in stretch.segments])
         sequence = LinkSequence(tokens, positions, self._scratch.blocks, embedded)
-        left = [Run(starts[len(stretch.front)], len(sequence))]
-        while left:
-            runs, left = self._scratch.split(left)
-            self._engine.forward([(sequence, runs)])
-            if left:
-                yield
+        yield from self._scratch.compute(self._engine, sequence, starts[len(stretch.front)])
         found: list[tuple[str, KeptKV]] = []  # texts may recur: of equal ones the last is taken
         try:
             if stretch.made == "mended":

@@ -27,7 +27,7 @@ from prefill_workers.modes import EXACT_POINTS, uses_library
 from prefill_workers.patches.patch_compiler import PatchJob
 from prefill_workers.patches.scratch import Pieces, Scratch, aside
 from prefill_workers.protocol import ChunkSpan
-from prefill_workers.sequence import Embedded, LinkSequence, complement
+from prefill_workers.sequence import Embedded, LinkSequence
 
 _ASKING_THREADS = 2  # work that was given up may still keep one of them waiting
 _SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped, or deleted
@@ -276,13 +276,5 @@ class Harvester:
         return (yield from aside(self._asking, self.library.get_patch, key, owner))
 
     def compute(self, sequence: LinkSequence, scratch: Scratch, start: int = 0) -> Pieces[float]:
-        """Compute a sequence's KV from a token on; returns the seconds of its forwards."""
-        seconds, left = 0.0, complement([], len(sequence), start)
-        while left:
-            runs, left = scratch.split(left)
-            began = time.perf_counter()
-            self.engine.forward([(sequence, runs)])
-            seconds += time.perf_counter() - began
-            if left:
-                yield
-        return seconds
+        """See `Scratch.compute`."""
+        return scratch.compute(self.engine, sequence, start)

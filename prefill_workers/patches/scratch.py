@@ -12,7 +12,8 @@ from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from prefill_workers.sequence import Run, split_runs
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.sequence import LinkSequence, Run, complement, split_runs
 
 _PIECE_SECONDS = 0.001  # of waiting for an answer
 
@@ -39,6 +40,18 @@ class Scratch:
     def split(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
         """Runs of the next forward, and those left for later ones."""
         return split_runs(runs, self.piece(sum(map(len, runs))))
+
+    def compute(self, engine: PrefillEngine, sequence: LinkSequence, start: int = 0) -> Pieces[float]:
+        """Compute a sequence's KV from a token on, a forward a piece; returns their seconds."""
+        seconds, left = 0.0, complement([], len(sequence), start)
+        while left:
+            runs, left = self.split(left)
+            began = time.perf_counter()
+            engine.forward([(sequence, runs)])
+            seconds += time.perf_counter() - began
+            if left:
+                yield
+        return seconds
 
 
 class ResumableTask(Generic[Result]):

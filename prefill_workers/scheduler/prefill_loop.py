@@ -12,8 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,10 @@ import torch
 from torch import Tensor
 
 from infra.cpu import openmp
-from infra.kv_window import window_parameter
-from prefill_workers.background.answer_prefill import AnswerPrefill
+from prefill_workers.background.activity import Activity
 from prefill_workers.background.idle_work import IdleWork
-from prefill_workers.background.load_bearing import LoadBearingChecks
-from prefill_workers.background.patch_precompiler import CompileStats
-from prefill_workers.background.session_refresh import SessionRefresh
-from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.compaction.plan import compaction_plan
-from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
 from prefill_workers.host_blocks import HostBlocks, HostStats
 from prefill_workers.link.linker import Linker
@@ -41,7 +35,6 @@ from prefill_workers.patches.scratch import Scratch
 from prefill_workers.prefix_digests import prefix_chain
 from prefill_workers.protocol import (
     CompactionRefused,
-    HandedOff,
     LeaseState,
     LinkRequest,
     LinkResult,
@@ -52,11 +45,12 @@ from prefill_workers.protocol import (
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.encode_queue import EncodeQueue
 from prefill_workers.scheduler.link_job import LinkJob
+from prefill_workers.scheduler.link_runner import LinkRunner
 from prefill_workers.scheduler.load_budget import KVLoadBudget
-from prefill_workers.scheduler.observers import observers
-from prefill_workers.scheduler.scheduler import ForwardBatch, ForwardResult, Scheduler
+from prefill_workers.scheduler.loop_stats import LoopStats
+from prefill_workers.scheduler.scheduler import Scheduler
 from prefill_workers.sequence import LinkSequence, Run
-from prefill_workers.settings import CompileLimits
+from prefill_workers.settings import LoopLimits
 
 logger = logging.getLogger(__name__)
 
@@ -64,118 +58,71 @@ _STOP_SECONDS = 30.0  # that running links have to end
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
 
 
-@dataclass(frozen=True)
-class LoopStats:
-    """Snapshot of the loop, for health, metrics and tests."""
-
-    waiting: int
-    running: int
-    harvest: int
-    blocks_free: int  # cached ones included
-    blocks_cached: int  # without a lease, that prompts may begin with
-    blocks_total: int
-    leases: int
-    forwards: int
-    forwards_by_layer: int  # of these: beside loads that kept ahead of them
-    forwards_partial: int  # besides these: to choose tokens by how far their KV deviates
-    tokens_forwarded: int
-    tokens_queued: int  # that waiting and running links have still to compute, of links not planned yet an estimate
-    fixed_tokens: float  # that a forward costs besides, whatever it computes
-    seconds_per_token: float | None  # that every token adds to a forward; None: not known yet
-    leases_expired: int
-    harvest_failures: int
-    compiled: CompileStats
-
-
 class PrefillLoop:
     """The engine's thread, which all calls of the engine come from.
 
     Args:
         harvester: keeps what finished links have computed.
-        budget: tokens of one forward at most.
-        max_queue: links that may wait; more are refused with `Overloaded`.
-        learns: whether computed chunks are kept (canonical KV, patches) in the background.
-        patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
-            that are on their way.
-        compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
+        owner: of the leases; see `protocol.lease_owner`.
         cost_model: what forwards take; None: it is learnt from them.
-        host_bytes: host memory for blocks that prompts may begin with, behind the pool.
-        keeps_answers: whether the KV of answers is kept, where prompts' blocks are.
-        loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
+        load_budget: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
         crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        engine: PrefillEngine,
         linker: Linker,
         harvester: Harvester,
+        limits: LoopLimits,
         *,
-        budget: int,
-        max_queue: int,
-        lease_seconds: float,
         owner: str,
-        learns: bool = True,
-        compiles: CompileLimits | None = None,
-        patience_seconds: float = 0.5,
-        host_bytes: int = 0,
-        keeps_answers: bool = True,
         cost_model: ForwardCostModel | None = None,
-        loaded: KVLoadBudget | None = None,
+        load_budget: KVLoadBudget | None = None,
         crowded: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._linker = engine, linker
-        self._budget, self._max_queue, self._learns = budget, max_queue, learns
-        last = engine.num_blocks
-        longest = -(-engine.max_model_len // engine.block_size)
-        scratch = min(longest, (last - 1) // 4)
-        index = None if linker.prefixes is None else linker.prefixes.index
-        self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock, index)
-        self._scheduler = Scheduler(
-            linker, self._pool, cost_model or ForwardCostModel(), budget, streams_layers=engine.accepts_layerwise_kv
-        )
-        self._loaded = loaded or KVLoadBudget(0, 0)  # for which nobody waits
-        self._images = EncodeQueue(engine)
-        spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
-        rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
+        engine, prefixes = linker.engine, linker.prefixes
+        self._engine, self._linker, self._limits = engine, linker, limits
+        self._activity = Activity(limits.patience_seconds)
+        last, size = engine.num_blocks, engine.block_size
+        longest = -(-engine.max_model_len // size)
+        spare_blocks = min(longest, (last - 1) // 4)
+        index = None if prefixes is None else prefixes.index
+        self._pool = BlockPool(range(1, last - spare_blocks), size, limits.lease_seconds, owner, clock, index)
+        cost_model = cost_model or ForwardCostModel()
+        streams_layers = engine.accepts_layerwise_kv
+        self._scheduler = Scheduler(linker, self._pool, cost_model, limits.budget, streams_layers=streams_layers)
+        self._load_budget = load_budget or KVLoadBudget(0, 0)  # for which nobody waits
+        self._encode_queue = EncodeQueue(engine)
+        scratch = Scratch(range(last - spare_blocks, last), size, self._piece)
         caches = linker.forgets.group(self.call)
-        refresh = caches.register(SessionRefresh(engine, linker.library, linker.sessions, spare))
-        measured = LoadBearingChecks(engine, linker.library, harvester, self._pool, spare)
-        self._measured = caches.register(measured)
         self._host: HostBlocks | None = None
-        if host_bytes and linker.prefixes is not None and not engine.has_quantised_kv:
-            self._host = caches.register(HostBlocks(engine, self._pool, linker.prefixes, host_bytes))
-        self._answers: AnswerPrefill | None = None
-        if keeps_answers and linker.prefixes is not None:
-            self._answers = caches.register(AnswerPrefill(engine, self._pool, linker.prefixes, self._piece))
+        if limits.host_bytes and prefixes is not None and not engine.has_quantised_kv:
+            self._host = caches.register(HostBlocks(engine, self._pool, prefixes, limits.host_bytes))
         idle_work = IdleWork(
+            linker,
             harvester,
             self._pool,
-            spare,
-            compiles or CompileLimits(),
-            rechecks,
-            refresh,
-            measured,
-            self._answers,
+            scratch,
             caches,
-            clock,
-            disturbed=self._disturbed,
-            sums=linker.sums,
+            limits.compiles,
+            self._activity,
+            clock=clock,
             crowded=crowded,
-            rest=patience_seconds,
+            keeps_answers=limits.keeps_answers,
         )
         self._background = caches.register(idle_work)
+        self._runner = LinkRunner(
+            engine, linker, self._scheduler, self._pool, idle_work, self._activity, learns=limits.learns
+        )
         self._idle_tokens = 0
-        self._patience = patience_seconds
-        self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
         self._renewed: deque[str] = deque()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._expired = 0
-        self._progressed = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="prefill-loop", daemon=True)
 
     # -- called from other threads ------------------------------------------------------------------------------------
@@ -223,7 +170,7 @@ class PrefillLoop:
         So that no plan begins to load what is refused later.
         """
         with self._wake:
-            self._refuse_beyond(len(self._scheduler.waiting) + self._loaded.waiting)
+            self._refuse_beyond(len(self._scheduler.waiting) + self._load_budget.waiting)
 
     def encode(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
         """Encode images between two forwards: embeddings [tokens, hidden] of each.
@@ -234,19 +181,19 @@ class PrefillLoop:
             Overloaded: too many calls wait already.
         """
         with self._wake:
-            self._refuse_beyond(len(self._images))
+            self._refuse_beyond(len(self._encode_queue))
             self._wake.notify()
-            return self._images.add(items)
+            return self._encode_queue.add(items)
 
     def _refuse_beyond(self, waiting: int) -> None:
         if self._stopping:
             raise Overloaded("the prefill worker is shutting down")
-        if waiting >= self._max_queue:
+        if waiting >= self._limits.max_queue:
             raise Overloaded(f"{waiting} requests wait already")
 
     def expect(self) -> None:
         """Leave the machine to a request that is on its way here, whose images may be encoded now."""
-        self._last_expected = time.perf_counter()
+        self._activity.expect()
 
     def hasten(self, seconds: float = 1.0) -> None:
         """Harvest without waiting for a quiet time, for so long: a caller waits for it."""
@@ -305,15 +252,15 @@ class PrefillLoop:
             RuntimeError: the loop ends, or has ended.
         """
         ended: Future[None] = Future()
-        if self._answers is None:
-            ended.set_result(None)
+        if self._background.accepts_answers:
+            self.call(partial(self._background.keep_answer, lease, token_ids, offer, ended))
         else:
-            self.call(partial(self._answers.add, lease, token_ids, offer, ended))
+            ended.set_result(None)
         return ended
 
     def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
         """Load-bearing chunks of a request that asked for them lately."""
-        return self._measured.get(tenant, request_id)
+        return self._background.load_bearing(tenant, request_id)
 
     def compute_one_token(self) -> Future[None]:
         """Run a forward over one token, as proof that the engine computes; nothing is kept of it.
@@ -326,7 +273,7 @@ class PrefillLoop:
     @property
     def progressed(self) -> float:
         """Time at which the engine last computed something (`time.monotonic`)."""
-        return self._progressed
+        return self._activity.progressed
 
     def cpu_seconds(self) -> float:
         """CPU time that the thread has spent; 0 where the system does not tell.
@@ -342,7 +289,7 @@ class PrefillLoop:
         """Counters and queue lengths, without stopping the loop."""
         scheduler = self._scheduler
         return LoopStats(
-            waiting=len(scheduler.waiting) + self._loaded.waiting,
+            waiting=len(scheduler.waiting) + self._load_budget.waiting,
             running=len(scheduler.running),
             harvest=len(self._background),
             blocks_free=self._pool.free,
@@ -353,7 +300,7 @@ class PrefillLoop:
             forwards_by_layer=scheduler.forwards_by_layer,
             forwards_partial=scheduler.forwards_partial,
             tokens_forwarded=scheduler.tokens,
-            tokens_queued=scheduler.tokens_left + self._loaded.tokens,
+            tokens_queued=scheduler.tokens_left + self._load_budget.tokens,
             fixed_tokens=scheduler.cost_model.cost.fixed_tokens,
             seconds_per_token=scheduler.cost_model.cost.seconds_per_token,
             leases_expired=self._expired,
@@ -382,7 +329,7 @@ class PrefillLoop:
     @property
     def failing(self) -> int:
         """Failures of the engine since its last forward, of links or images, that went well."""
-        return max(self._scheduler.failing, self._images.failing)
+        return max(self._scheduler.failing, self._encode_queue.failing)
 
     def alive(self) -> bool:
         """True while the thread turns."""
@@ -405,7 +352,7 @@ class PrefillLoop:
             with self._wake:
                 self._stopping = True
                 self._scheduler.fail([*self._scheduler.running, *self._scheduler.waiting], error)
-                self._images.refuse(error)
+                self._encode_queue.refuse(error)
                 self._refuse_calls()
             raise
 
@@ -415,21 +362,20 @@ class PrefillLoop:
             with self._wake:
                 if not (self._has_work() or self._calls or self._abandoned or self._stopping):
                     # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
-                    self._wake.wait(_POLL_SECONDS if self._pool.has_unread or self._is_pulling else 0.5)
+                    self._wake.wait(_POLL_SECONDS if self._pool.has_unread or self._background.is_pulling else 0.5)
                 if self._stopping and not self._scheduler.running:
                     self._scheduler.refuse_waiting(Overloaded("the prefill worker is shutting down"))
-                    self._images.refuse(Overloaded("the prefill worker is shutting down"))
+                    self._encode_queue.refuse(Overloaded("the prefill worker is shutting down"))
                     self._refuse_calls()
                     return
             self._heed()
-            if self._answers is not None and self._is_pulling:
-                self._answers.poll()
+            self._background.poll_pulls()
             self._free_blocks()
             self._admit()
-            if self._images and self._images.turn():
-                self._note_progress()
+            if self._encode_queue and self._encode_queue.turn():
+                self._activity.note_computed()
                 self.expect()  # the link that they are for
-            since = time.perf_counter() - self._patience
+            since = time.perf_counter() - self._activity.patience
             if not (gave_way and self._scheduler.running) and self._background.is_overdue(since):
                 self._work_idly(self._background.step_beside_links)
                 gave_way = True  # and then it is the links' turn
@@ -449,10 +395,7 @@ class PrefillLoop:
         before = self._engine.tokens_forwarded
         step()
         self._idle_tokens += self._engine.tokens_forwarded - before
-        self._note_progress()
-
-    def _note_progress(self) -> None:
-        self._progressed = time.monotonic()
+        self._activity.note_computed()
 
     def _one_token(self) -> None:
         try:
@@ -467,30 +410,23 @@ class PrefillLoop:
             self._engine.finish_writes()
         finally:
             self._pool.abandon(lease.id)
-        self._note_progress()
-
-    @property
-    def _is_pulling(self) -> bool:
-        return self._answers is not None and self._answers.pulling > 0
+        self._activity.note_computed()
 
     def _has_work(self) -> bool:
-        return self._scheduler.has_links or bool(self._images or self._background.is_ready)
+        return self._scheduler.has_links or bool(self._encode_queue or self._background.is_ready)
 
     def _gives_way(self) -> bool:
         """True if background work should wait for a hand-off or a request, and no check is late."""
-        since, checks = time.perf_counter() - self._patience, self._background.checks_since()
+        activity, checks = self._activity, self._background.checks_since()
+        since = time.perf_counter() - activity.patience
         if checks is not None and checks < since:
             return False
-        return self._last_expected > since or (self._pool.has_unread and self._last_finished > since)
-
-    def _disturbed(self) -> float:
-        """Time at which a request last came or was answered (`time.perf_counter`)."""
-        return max(self._last_expected, self._last_finished)
+        return activity.last_expected > since or (self._pool.has_unread and activity.last_finished > since)
 
     def _piece(self, left: int) -> int:
         """Tokens of the next background forward, of those that are `left`."""
-        rested = 0.0 if self._scheduler.has_links else time.perf_counter() - self._disturbed()
-        return min(self._scheduler.cost_model.piece(left, rested), self._budget)
+        rested = 0.0 if self._scheduler.has_links else time.perf_counter() - self._activity.last_request
+        return min(self._scheduler.cost_model.piece(left, rested), self._limits.budget)
 
     def _notify(self) -> None:
         with self._wake:
@@ -536,7 +472,7 @@ class PrefillLoop:
         """Drop cancelled links and admit waiting ones; idle work makes room for them."""
         with self._wake:  # others add
             cancelled = self._scheduler.take_cancelled()
-            self._images.drop_cancelled()
+            self._encode_queue.drop_cancelled()
         for job in cancelled:
             job.plan.unpin()
         while not (self._stopping or self._scheduler.admit()):
@@ -545,52 +481,8 @@ class PrefillLoop:
 
     def _turn(self) -> None:
         """Run one forward of the links that are admitted, and end those that are done."""
-        batch = self._scheduler.schedule()
-        result = None if batch is None else self._forward(batch)
-        finished = self._scheduler.update(batch, result)
-        if finished and result is None and not self._finish_writes(finished):
-            finished = []
-        if not finished:
+        if not self._runner.turn():
             self._wait_for_loads()
-        finished = [job for job in finished if self._compact(job)]
-        held = [job for job in finished if self._finish(job)]
-        for job in finished:  # whose blocks are freed on this thread alone
-            self._learn(job)
-        for job in finished:
-            if job not in held:  # cancelled: nobody will read these blocks
-                self._scheduler.free(job)
-        for job in held:
-            if job.plan.session is not None and not self._background.has_outlived(job.plan):
-                self._linker.sessions.keep(job.plan)
-                self._background.refresh(job.plan)
-            if job.compacted is not None:  # the whole KV is no decode engine's
-                self._pool.abandon(job.name)
-        self._scheduler.remove(finished)  # only now: a defect fails these too, and who drains waits for idle work
-
-    def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
-        """Compute a batch. None if that failed, and with it the links in it.
-
-        Others' KV lies in other blocks.
-        """
-        began = time.perf_counter()
-        try:
-            observed = list(observers(batch.work, batch.ending))
-            logits = self._engine.forward(batch.sequences, batch.loads, batch.deadline, batch.ending, observed)
-        except Exception as error:
-            self._scheduler.fail(batch.jobs, error)
-            return None
-        self._note_progress()
-        span, seconds = self._engine.forward_span, time.perf_counter() - began
-        return ForwardResult(logits, seconds if span is None or span.seconds is None else span.seconds)
-
-    def _finish_writes(self, finished: Sequence[LinkJob]) -> bool:
-        """Wait until the KV of links that end without a forward can be read. False if that failed."""
-        try:
-            self._engine.finish_writes()
-        except Exception as error:
-            self._scheduler.fail(finished, error)
-            return False
-        return True
 
     def _wait_for_loads(self) -> None:
         """Sleep until a load ends, if nothing can be computed before.
@@ -600,79 +492,3 @@ class PrefillLoop:
         with self._wake:
             if self._scheduler.running and not self._scheduler.has_work:
                 self._wake.wait(_POLL_SECONDS)
-
-    def _compact(self, job: LinkJob) -> bool:
-        """Write a finished link's KV in fewer entries, if its request asks for that. False if that failed."""
-        if job.compaction is None or job.compacted is None:
-            return True
-        began = time.perf_counter()
-        try:
-            self._engine.compact(job.name, job.plan.sequence.blocks, job.compaction, job.compacted.blocks)
-        except Exception as error:
-            self._scheduler.fail([job], error)
-            return False
-        job.plan.took("compact", time.perf_counter() - began)
-        return True
-
-    def _finish(self, job: LinkJob) -> bool:
-        """Give a finished link's result to its caller. False if the link was cancelled."""
-        plan, (lease, room) = job.plan, job.offered
-        self._last_finished = time.perf_counter()
-        tokens = len(plan.sequence)
-        kept = tokens if job.compaction is None else job.compaction.kept
-        transfer = self._engine.transfer_parameters(lease.id, lease.blocks, room)
-        if plan.request.compaction.window is not None:
-            transfer |= window_parameter(plan.request.compaction.window)
-        result = LinkResult(
-            lease=lease.id,
-            transfer=transfer,
-            chunks=tuple(chunk.outcome for chunk in plan.chunks),
-            tokens_reused=plan.tokens_reused,
-            tokens_computed=plan.tokens_computed,
-            stages_ms=plan.end_stages(),
-            compute_ms=plan.compute_ms,
-            select_ms=plan.select_ms,
-            prefix_tokens_reused=len(plan.prefix_hit),
-            first_token=job.first_token,
-            session=None if plan.session is None else plan.session.outcome(),
-            kv=HandedOff(tokens, kept, self._engine.stored_bytes(kept)),
-        )
-        try:
-            job.done.set_result(result)
-        except InvalidStateError:  # cancelled meanwhile
-            return False
-        return True
-
-    def _learn(self, job: LinkJob) -> None:
-        """Keep a finished link's blocks by name, and let idle work take it up. Errors cost no more than that."""
-        assert job.lease is not None
-        try:
-            if self._linker.prefixes is not None:
-                self._linker.prefixes.keep(job.plan)
-            if self._answers is not None and not self._background.has_outlived(job.plan):
-                self._answers.remember(job.plan, job.offered[0].id)
-            if self._learns:
-                self._background.add(job.plan, job.lease.id)
-            self._background.check(job.plan, job.lease.id)
-            self._background.measure(job.plan, job.lease.id)
-        except Exception:  # a defect; the link itself has ended well
-            self._background.failures += 1
-            logger.exception("nothing is kept of link %s", job.plan.request.request_id)
-
-
-def drain(loop: PrefillLoop, seconds: float = 60.0) -> LoopStats:
-    """Wait until nothing is queued, running or to be harvested (tests, orderly shutdown).
-
-    Raises:
-        TimeoutError: it still had work after `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        loop.hasten()
-        stats = loop.stats()
-        if not (stats.waiting or stats.running or stats.harvest):
-            loop.hasten(0)
-            return stats
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"prefill loop still busy after {seconds} s: {stats}")
-        time.sleep(0.01)

@@ -100,7 +100,7 @@ class Scheduler:
     Attributes:
         waiting: links without blocks, first come first; `add` and `take_cancelled` need the loop's lock.
         running: links with blocks, in the order in which they were due when a forward was last scheduled.
-        forwards, forwards_by_layer, forwards_partial, tokens: see `prefill_loop.LoopStats`.
+        forwards, forwards_by_layer, forwards_partial, tokens: see `loop_stats.LoopStats`.
         failing: turns in which the engine failed, since the last forward that did not.
     """
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prefill_workers.link.linker import Linker
     from prefill_workers.patches.patch_compiler import PatchJob
     from prefill_workers.protocol import LinkRequest, LinkResult
+    from prefill_workers.scheduler.cost_model import ForwardCostModel
     from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
 TENANT = "local"
@@ -62,7 +63,7 @@ class Worker:
 
     def settle(self) -> None:
         """Wait until everything that links have taught is stored."""
-        from prefill_workers.scheduler.prefill_loop import drain
+        from prefill_workers.scheduler.loop_stats import drain
 
         drain(self.loop, seconds=_SETTLE_SECONDS)
         self.library.flush()
@@ -75,21 +76,23 @@ def worker(
     patches: PatchForm,
     submit_patch: Callable[[PatchJob], object] = lambda job: None,
     composing: Mapping[str, Any] = MappingProxyType({}),
-    **options: Any,
+    cost_model: ForwardCostModel | None = None,
+    **limits: Any,
 ) -> Iterator[Worker]:
     """A worker that runs while the block does.
 
-    `patches`: the form of those it finds and forms; `composing`: the linker's settings of sums; `options`: of
-    `PrefillLoop`, whose queue is one link long.
+    `patches`: the form of those it finds and forms; `composing`: the linker's settings of sums; `limits`: of
+    the loop, whose queue is one link long.
     """
     from prefill_workers.link.linker import Linker
     from prefill_workers.patches.harvester import Harvester
     from prefill_workers.scheduler.prefill_loop import PrefillLoop
+    from prefill_workers.settings import LoopLimits
 
     linker = Linker(engine, library, patches, **composing)
     harvester = Harvester(engine, library, patches, submit_patch)
-    usual: dict[str, Any] = {"budget": 4096, "max_queue": 1, "lease_seconds": 600, "owner": "bench"}
-    loop = PrefillLoop(engine, linker, harvester, **(usual | options))
+    usual: dict[str, Any] = {"budget": 4096, "max_queue": 1, "lease_seconds": 600}
+    loop = PrefillLoop(linker, harvester, LoopLimits(**(usual | limits)), owner="bench", cost_model=cost_model)
     loop.start()
     try:
         yield Worker(engine, library, linker, loop)

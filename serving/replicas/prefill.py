@@ -50,9 +50,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvstore.hand_over import Parcel
+    from kvstore.records.patch_form import PatchForm
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.disabled_points import PointDecision
     from prefill_workers.fidelity.monitor import PointStatus
+    from prefill_workers.link.linker import Linker
     from prefill_workers.link.plan import LinkPlan
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.device_forming import DeviceForming
@@ -75,7 +77,6 @@ class PrefillWorker:
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
         from prefill_workers.engine.self_check import require_self_check
-        from prefill_workers.link.linker import Linker
         from prefill_workers.patches.device_forming import DeviceForming
         from prefill_workers.patches.harvester import Harvester
         from prefill_workers.patches.patch_compiler import PatchCompiler, load_form
@@ -91,44 +92,27 @@ class PrefillWorker:
         self._library = Library(config.library, self._engine.fingerprint)
         self._hand_over = HandOver(self._library)
         self._compiler = compiler
-        self._forming: DeviceForming | None = None
-        self._deficits = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
+        self._device_forming: DeviceForming | None = None
+        self._patch_queue = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
         keeper = DeploymentHandle("LibraryKeeper", serve.get_replica_context().app_name)  # bound, it would be a circle
         self._fidelity = PrefillFidelity(settings.fidelity, lambda known: answered(keeper.exchange.remote(known)))
         form = load_form(config.patch, self._library)
-        linker = Linker(
-            self._engine,
-            self._library,
-            form,
-            self._fidelity.monitor,
-            compose_up_to=config.compose_up_to,
-            keeps_prefixes=settings.prefix_cache,
-            weigh_by=config.weigh_by,
-            free_text=settings.free,
-            sessions=settings.sessions,
-        )
+        linker = self._new_linker(config, form)
         self._linker, self._sessions = linker, linker.sessions.store
         if config.is_forming_in_prefill:
             forming = DeviceForming(PatchCompiler(self._library, form, device="cuda"))
-            self._forming = linker.forgets.group().register(forming)
+            self._device_forming = linker.forgets.group().register(forming)
         self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
-        self._loaded = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
+        self._load_budget = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
         self._loop = PrefillLoop(
-            self._engine,
             linker,
-            Harvester(self._engine, self._library, form, self._deficits.submit),
-            budget=settings.max_batch_tokens,
-            max_queue=settings.max_queue,
-            lease_seconds=settings.lease_seconds,
+            Harvester(self._engine, self._library, form, self._patch_queue.submit),
+            settings.loop_limits(linker.compose_up_to),
             owner=lease_owner(os.getpid(), self._name),
-            learns=settings.form_patches,
-            compiles=settings.compile_limits(linker.compose_up_to),
-            host_bytes=settings.prefix_cache_bytes,
-            keeps_answers=settings.keep_answers,
             cost_model=measure_forward_cost(self._engine),
-            loaded=self._loaded,
-            crowded=lambda: self._deficits.is_crowded,
+            load_budget=self._load_budget,
+            crowded=lambda: self._patch_queue.is_crowded,
         )
         self._canary = Canary(
             lambda: self._loop.progressed,
@@ -154,14 +138,31 @@ class PrefillWorker:
         if scales(config, settings):
             vars(self)["__del__"] = self._retire  # Serve awaits an instance's, once no call runs
 
+    def _new_linker(self, config: OrbitServeConfig, form: PatchForm) -> Linker:
+        from prefill_workers.link.linker import Linker
+
+        settings = config.prefill
+        return Linker(
+            self._engine,
+            self._library,
+            form,
+            self._fidelity.monitor,
+            compose_up_to=config.compose_up_to,
+            keeps_prefixes=settings.prefix_cache,
+            weigh_by=config.weigh_by,
+            free_text=settings.free,
+            sessions=settings.sessions,
+        )
+
     async def _compile(self, job: PatchJob) -> None:
-        await (self._forming.compile(job) if self._forming else answered(self._compiler.compile.remote(job)))
+        forming = self._device_forming
+        await (forming.compile(job) if forming else answered(self._compiler.compile.remote(job)))
         self._feed.add(job.entry)
 
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
         """Start loading for a prompt on its way; returns the images of which nothing is stored."""
         self._loop.expect()
-        loop, prefetch = asyncio.get_running_loop(), partial(self._linker.prefetch, load=not self._loaded.waiting)
+        loop, prefetch = asyncio.get_running_loop(), partial(self._linker.prefetch, load=not self._load_budget.waiting)
         lacking = await loop.run_in_executor(self._planners, prefetch, request)
         return [content for content, lacks in lacking.items() if await asyncio.wrap_future(lacks)]
 
@@ -212,7 +213,7 @@ class PrefillWorker:
 
     async def _link_embedded(self, request: LinkRequest, given: Mapping[int, Tensor], vision_ms: float) -> LinkResult:
         loop = asyncio.get_running_loop()
-        async with self._loaded.room_for(request) as waited:
+        async with self._load_budget.room_for(request) as waited:
             plan = await loop.run_in_executor(self._planners, self._plan, request, given)
             plan.took("queue", waited)
             if vision_ms:
@@ -319,11 +320,11 @@ class PrefillWorker:
         loop = self._loop.stats()
         return {
             "name": self._name,
-            "loop": replace(loop, compiled=replace(loop.compiled, dropped=self._deficits.dropped)),
+            "loop": replace(loop, compiled=replace(loop.compiled, dropped=self._patch_queue.dropped)),
             "library": self._library.stats(),
             "sessions": SessionStats(len(self._sessions), self._sessions.nbytes),
-            "patches_queued": len(self._deficits),
-            "patches_dropped": self._deficits.dropped,
+            "patches_queued": len(self._patch_queue),
+            "patches_dropped": self._patch_queue.dropped,
             "handshakes_dropped": dropped(),
         }
 
@@ -332,11 +333,11 @@ class PrefillWorker:
 
         Raises TimeoutError when forming takes too long.
         """
-        from prefill_workers.scheduler.prefill_loop import drain
+        from prefill_workers.scheduler.loop_stats import drain
 
         async with asyncio.timeout(_FORMING_SECONDS):
             await asyncio.to_thread(drain, self._loop, _FORMING_SECONDS)
-            while self._deficits:
+            while self._patch_queue:
                 await asyncio.sleep(0.01)
         await asyncio.to_thread(self._library.flush)
 
@@ -401,8 +402,8 @@ class PrefillWorker:
 
     def _close(self) -> None:
         self._loop.stop()
-        if self._forming is not None:
-            self._forming.close()
+        if self._device_forming is not None:
+            self._device_forming.close()
         self._library.close()
 
     def __del__(self) -> None:

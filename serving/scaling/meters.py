@@ -10,7 +10,7 @@ from autoscale.curves import ForwardCost
 if TYPE_CHECKING:
     from kvstore.library import LibraryStats
     from prefill_workers.protocol import LinkResult
-    from prefill_workers.scheduler.prefill_loop import LoopStats
+    from prefill_workers.scheduler.loop_stats import LoopStats
 
 Flat = dict[str, float]
 _FADES = 0.9  # of an average's weight, by every answer

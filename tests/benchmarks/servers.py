@@ -199,6 +199,7 @@ class EmbeddedRoles:
         from prefill_workers.patches.patch_compiler import PatchCompiler, load_form
         from prefill_workers.scheduler.cost_model import measure_forward_cost
         from prefill_workers.scheduler.prefill_loop import PrefillLoop
+        from prefill_workers.settings import LoopLimits
 
         # The decode core inherits the environment when it starts: every engine needs a port of its own.
         self._decode = DecodeEngine(decode_spec(config))
@@ -210,12 +211,9 @@ class EmbeddedRoles:
         settings = config.prefill
         self._linker = Linker(self.engine, self._library, form, keeps_prefixes=settings.prefix_cache)
         self._loop = PrefillLoop(
-            self.engine,
             self._linker,
             Harvester(self.engine, self._library, form, compiler.compile),
-            budget=settings.max_batch_tokens,
-            max_queue=settings.max_queue,
-            lease_seconds=settings.lease_seconds,
+            LoopLimits(settings.max_batch_tokens, settings.max_queue, settings.lease_seconds),
             owner="embedded",
             cost_model=measure_forward_cost(self.engine),
         )
@@ -285,7 +283,7 @@ class EmbeddedRoles:
 
     def settle(self) -> None:
         """Wait until everything learnt is stored."""
-        from prefill_workers.scheduler.prefill_loop import drain
+        from prefill_workers.scheduler.loop_stats import drain
 
         drain(self._loop, 300)
         self._library.flush()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from client import Service, picture, user
 
-from prefill_workers.scheduler.prefill_loop import LoopStats
+from prefill_workers.scheduler.loop_stats import LoopStats
 
 pytestmark = pytest.mark.service
 

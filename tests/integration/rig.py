@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,9 +32,10 @@ from prefill_workers.modes import Mode
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded
-from prefill_workers.scheduler.prefill_loop import PrefillLoop, drain
+from prefill_workers.scheduler.loop_stats import drain
+from prefill_workers.scheduler.prefill_loop import PrefillLoop
 from prefill_workers.sequence import Embedded, LinkSequence, Run
-from prefill_workers.settings import CompileLimits, FidelitySettings, Weighing
+from prefill_workers.settings import CompileLimits, FidelitySettings, LoopLimits, Weighing
 from serving.documents.video import video_metadata
 from serving.frontend.documents import Document, Documents
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
@@ -151,6 +152,11 @@ class Linked:
         return self.kv[:, span.start : span.stop]
 
 
+def taken(options: dict[str, Any], kind: type) -> dict[str, Any]:
+    """The options that are fields of a dataclass, taken out of `options`."""
+    return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
+
+
 class Rig:
     """One prefill worker. Its methods must not be called while links are running: the engine has one driver."""
 
@@ -176,17 +182,15 @@ class Rig:
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
         self.linker = Linker(engine, self.library, form, self.fidelity, compose_up_to, keeps_prefixes, weigh_by)
         self.harvester = Harvester(engine, self.library, form, self.compiler.compile)
-        limits = {field.name for field in fields(CompileLimits)} & loop_options.keys()
-        options = {
-            "compiles": CompileLimits(**{name: loop_options.pop(name) for name in limits}),
+        usual: dict[str, Any] = {
+            "compiles": CompileLimits(**taken(loop_options, CompileLimits)),
             "budget": 4096,
             "max_queue": 64,
             "lease_seconds": 600.0,
-            "owner": "rig",
             "patience_seconds": 0.0,
-            **loop_options,
         }
-        self.loop = PrefillLoop(engine, self.linker, self.harvester, **options)
+        limits = LoopLimits(**(usual | taken(loop_options, LoopLimits)))
+        self.loop = PrefillLoop(self.linker, self.harvester, limits, owner="rig", **loop_options)
         self.loop.start()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from prefill_workers.link.plan import LinkPlan
 from prefill_workers.protocol import LinkResult, Overloaded, PromptTooLarge, Sampling
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.load_budget import KVLoadBudget
-from prefill_workers.scheduler.prefill_loop import drain
+from prefill_workers.scheduler.loop_stats import drain
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine
@@ -193,7 +193,7 @@ def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig
 
 async def test_links_that_wait_until_others_have_let_go_of_what_they_loaded_wait_too(make_rig: Callable[..., Rig]):
     loaded = KVLoadBudget(1, bytes_per_token=1)
-    rig = make_rig(learns=False, max_queue=2, loaded=loaded)
+    rig = make_rig(learns=False, max_queue=2, load_budget=loaded)
     request = rig.plan(MIXED[1], "exact").request
     async with loaded.room_for(request):
         rig.loop.refuse_if_full()
@@ -353,7 +353,7 @@ def test_links_are_computed_between_handfuls_of_one_calls_images(
     given_up = rig.loop.encode(pixels)
     wait_for(lambda: len(events) > 4)
     given_up.cancel()
-    wait_for(lambda: not rig.loop._images)
+    wait_for(lambda: not rig.loop._encode_queue)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

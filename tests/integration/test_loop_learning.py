@@ -15,7 +15,7 @@ from waiting import wait_for
 from kvstore.records.record import RecordKind
 from prefill_workers.modes import Text
 from prefill_workers.protocol import LinkResult
-from prefill_workers.scheduler.prefill_loop import drain
+from prefill_workers.scheduler.loop_stats import drain
 
 pytestmark = pytest.mark.engine
 

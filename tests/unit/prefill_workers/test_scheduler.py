@@ -16,7 +16,6 @@ from kvstore.forget import ForgetRegistry
 from prefill_workers.block_index import NO_MATCH
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.compaction.plan import CompactionPlan, compaction_plan
-from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.lookups import Lookup
@@ -38,7 +37,7 @@ from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.prefill_loop import PrefillLoop
 from prefill_workers.scheduler.scheduler import ForwardResult, Scheduler
 from prefill_workers.sequence import LinkSequence, Run
-from prefill_workers.settings import FidelitySettings
+from prefill_workers.settings import FidelitySettings, LoopLimits
 
 
 def job(tokens: int, reused: int = 0) -> LinkJob:
@@ -244,6 +243,7 @@ def test_a_link_does_not_wait_for_one_that_has_much_else_to_compute(scheduler: S
 def loop_of(engine: Engine) -> PrefillLoop:
     """A loop whose thread does not run."""
     linker = SimpleNamespace(
+        engine=engine,
         advance=lambda plan: None,
         match=lambda plan, fits: NO_MATCH,
         prefixes=None,
@@ -254,14 +254,10 @@ def loop_of(engine: Engine) -> PrefillLoop:
         fidelity=Fidelity(FidelitySettings(share=0)),
     )
     return PrefillLoop(
-        cast(PrefillEngine, engine),
         cast(Linker, linker),
         cast(Harvester, SimpleNamespace(engine=engine, library=None, form=None)),
-        budget=4096,
-        max_queue=4,
-        lease_seconds=60,
+        LoopLimits(budget=4096, max_queue=4, lease_seconds=60, learns=False),
         owner="test",
-        learns=False,
         cost_model=ForwardCostModel(fixed=0.0, seconds_per_token=1e-6),
     )
 

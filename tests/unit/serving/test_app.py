@@ -30,7 +30,7 @@ from kvstore.forget import ForgetRegistry
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded, PromptTooLarge
 from prefill_workers.scheduler.load_budget import KVLoadBudget
-from prefill_workers.scheduler.prefill_loop import LoopStats
+from prefill_workers.scheduler.loop_stats import LoopStats
 from serving.api.app import ProcessedImages
 from serving.errors import RoleUnavailable
 from serving.frontend import ray_roles
@@ -70,7 +70,7 @@ def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False
     loop = {"alive": lambda: alive, "failing": failing, "stop": lambda: None, "bring_back": lambda request: None}
     worker._loop = SimpleNamespace(**loop)
     worker._library = SimpleNamespace(close=lambda: None)
-    worker._loaded = KVLoadBudget(100, bytes_per_token=10)
+    worker._load_budget = KVLoadBudget(100, bytes_per_token=10)
     worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
     worker._canary, worker._handshake_timeout = SimpleNamespace(check=nothing), 1.0
     return worker
@@ -164,7 +164,7 @@ async def test_a_link_is_planned_when_there_is_room_for_what_it_loads():
     assert await third == "linked"
     assert planned == ["first", "second", "third"]
     assert links[1].cancelled()
-    assert worker._loaded.held == 0
+    assert worker._load_budget.held == 0
     assert ahead == [False, True]
 
 
@@ -215,7 +215,7 @@ async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch
     monkeypatch.setattr(PrefillWorker, "_name", "r1")
     worker._loop.stats = lambda: loop
     worker._library.stats = lambda: None
-    worker._deficits, worker._sessions = dropped, MagicMock()
+    worker._patch_queue, worker._sessions = dropped, MagicMock()
     assert (await worker.stats())["loop"].compiled == CompileStats(1, {}, 0.0, {}, dropped=3)
 
 
