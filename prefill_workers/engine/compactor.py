@@ -27,8 +27,8 @@ class Compactor:
 
     Args:
         layers: vLLM's attention layers.
-        stored: `WorkerExtension._stored`.
-        update: `WorkerExtension._update`.
+        stored: `KVBlocks.stored`.
+        update: `AttentionLayers.update`.
         latent: MLA, whose queries are compared with latents.
 
     Attributes:

@@ -3,7 +3,7 @@
 vLLM loads the model, sizes and registers the KV pool and runs the kernels; only `self_check` uses its scheduler.
 Everything afterwards goes through `worker_extension.WorkerExtension`, on blocks that `block_pool.BlockPool` owns.
 
-Checked on vLLM 0.32.0. With `worker_extension.py` and `attention_layers.py` this is all that knows vLLM's internals.
+Checked on vLLM 0.32.0; `worker_extension` names the other files that know its internals.
 """
 
 from __future__ import annotations
