@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_READS = {"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"}
+_READS = {"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default", "aten.nonzero.default"}
+_INDEXING = {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default"}
 
 
 class CountingDevice(TorchDispatchMode):
@@ -54,6 +55,10 @@ class CountingDevice(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.numel()]
+        if str(func) in _INDEXING:  # a mask becomes places where it lies, and these go there without a wait
+            masks = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor) and leaf.dtype is torch.bool]
+            self.waits += any(map(self.holds, masks))
+            given = [tensor for tensor in given if not any(tensor is mask for mask in masks)]
         there = [tensor for tensor in given if self.holds(tensor)]
         result = func(*args, **(kwargs or {}))
         if there:

@@ -128,10 +128,15 @@ class AttentionLayers:
         """All layers' attention modules, in order."""
         return [self.layer(layer) for layer in range(len(self.names))]
 
+    @property
+    def cache_dtype(self) -> str:
+        """vLLM's name of the KV cache's number format."""
+        return str(self._runner.vllm_config.cache_config.cache_dtype)
+
     @cached_property
     def quantised(self) -> torch.dtype | None:
         """Number format of a quantised KV cache's bytes."""
-        name = self._runner.vllm_config.cache_config.cache_dtype
+        name = self.cache_dtype
         if name in ("auto", *_DTYPE_NAMES):
             return None
         scales = {float(getattr(self.layer(0), scale)) for scale in ("_k_scale", "_v_scale")}

@@ -27,7 +27,7 @@ class Compactor:
 
     Args:
         layers: vLLM's attention layers.
-        stored: `WorkerExtension._stored`.
+        stored: `KVBlocks.stored`.
         update: `AttentionLayers.update`.
         latent: MLA, whose queries are compared with latents.
 

@@ -151,9 +151,12 @@ class PinnedRing:
         self._stream.precede(self._stream.event())
         return sent
 
-    def fetch(self, tensor: Tensor) -> Tensor:
-        """Copy of a contiguous device tensor in host memory; waits for the forward's stream."""
-        out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    def fetch(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Copy of a contiguous device tensor in host memory; waits for the forward's stream.
+
+        `out`: where to, contiguous; None: new memory.
+        """
+        out = torch.empty(tensor.shape, dtype=tensor.dtype) if out is None else out
         source, target = (part.view(-1).view(torch.uint8) for part in (tensor, out))
         self._stream.follow()
         coming: deque[tuple[Tensor, Tensor, CopyEvent]] = deque()

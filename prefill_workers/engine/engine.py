@@ -3,8 +3,7 @@
 vLLM loads the model, sizes and registers the KV pool and runs the kernels; only `self_check` uses its scheduler.
 Everything afterwards goes through `worker_extension.WorkerExtension`, on blocks that `block_pool.BlockPool` owns.
 
-Checked on vLLM 0.32.0. What prefill workers know of vLLM's internals is in this folder: this file, `worker_extension`,
-`attention_layers`, `graphs`, `compactor`, `lazy_attention`.
+Checked on vLLM 0.32.0; `worker_extension` names the other files that know its internals.
 """
 
 from __future__ import annotations
@@ -303,6 +302,11 @@ class PrefillEngine:
         None where none are kept.
         """
         return self._call("on_device", chunks) if self.places_on_device and self.accepts_layerwise_kv else None
+
+    def free_ended(self) -> None:
+        """Free a GPU's copies of stored KV that this process' memory has dropped."""
+        if self.places_on_device and self.accepts_layerwise_kv:
+            self._call("free_ended")
 
     def finish_writes(self) -> None:
         """Wait until what was written is there for others to read; a forward waits by itself."""

@@ -5,28 +5,35 @@ sits in the sequence's blocks. Every run becomes one row of the attention batch,
 table, and a row's sequence length is its run's end. Each layer writes the keys and values of all runs before it
 attends, so one forward gives exactly what a full prefill would, with no kernel change.
 
-| primitive          | what it does                                                        |
-|--------------------|---------------------------------------------------------------------|
-| `answer`           | calls one of the others: what it gives, or the error that it raised  |
-| `timed`            | calls one of the others, and times it on the device                  |
-| `take_times`       | what timed calls took on the device                                  |
-| `describe`         | shapes, block size, rotary frequencies: plain values                 |
-| `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
-| `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
-| `attend_first`     | the first layer's KV of runs, and how some tokens attend there       |
-| `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
-| `copy_kv`          | blocks' KV into other blocks, its keys turned by so many positions   |
-| `place`            | the same for canonical KV and patches, by one kernel on a device     |
-| `on_device`        | which stored KV the device has copies of                             |
-| `finish_writes`    | waits until what was written is there for others to read             |
-| `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
-| `compact`          | a sequence's KV into other blocks, in fewer entries                  |
-| `encode`           | pixels to embeddings                                                 |
-| `poll_handoffs`    | leases that decode engines have read, or still wait for              |
-| `pull_kv`          | a decode engine's KV into blocks, by vLLM's own NIXL connector       |
-| `poll_pulls`       | such pulls that have ended                                           |
+| primitive              | what it does                                                            |
+|------------------------|-------------------------------------------------------------------------|
+| `answer`               | calls one of the others: what it gives, or the error that it raised     |
+| `timed`                | calls one of the others, and times it on the device                     |
+| `take_times`           | what timed calls took on the device                                     |
+| `describe`             | shapes, block size, rotary frequencies: plain values                    |
+| `learn_pages`          | takes this rank's share of the layout, finds how a block stores a token |
+| `forward_runs`         | one forward over several sequences' runs, all layers or the first       |
+| `attend_first`         | the first layer's KV of runs, and how some tokens attend there          |
+| `first_attention_gap`  | how far that is from the attention that the layer itself computes       |
+| `write_kv`             | a linked chunk into blocks, through the backend's own update op         |
+| `copy_kv`              | blocks' KV into other blocks, its keys turned by so many positions      |
+| `place`                | the same for canonical KV and patches, by one kernel on a device        |
+| `on_device`            | which stored KV the device has copies of                                |
+| `free_ended`           | device memory of stored KV that host memory has dropped                 |
+| `finish_writes`        | waits until what was written is there for others to read                |
+| `read_kv`              | a chunk's KV out of blocks, through the learned page layout             |
+| `compact`              | a sequence's KV into other blocks, in fewer entries                     |
+| `take_importance`      | what forwards observed of a link's tokens, by which `compact` goes      |
+| `give_importance`      | other such numbers, for `compact` to go by                              |
+| `set_lazy`             | layers that share visual queries and keys from now on                   |
+| `encode`               | pixels to embeddings                                                    |
+| `multimodal_positions` | M-RoPE positions of a prompt                                            |
+| `poll_handoffs`        | leases that decode engines have read, or still wait for                 |
+| `pull_kv`              | a decode engine's KV into blocks, by vLLM's own NIXL connector          |
+| `poll_pulls`           | such pulls that have ended                                              |
 
-Checked on vLLM 0.32.0. With `attention_layers.py` and `engine.py` this is all that knows vLLM's internals.
+Checked on vLLM 0.32.0. What knows vLLM's internals is in this folder: this file, `attention_layers`, `engine`,
+`graphs`, `compactor`, `lazy_attention`, `transfers`.
 """
 
 from __future__ import annotations
@@ -41,33 +48,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.forward_context import set_forward_context
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from infra.cpu import openmp
-from kvstore.operator import device_kernel
-from kvstore.operator.apply import relocate, turn
 from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
-from kvstore.operator.page_table import PageTable
 from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.attention import attended, paid_to
 from prefill_workers.engine.attention_layers import AttentionLayers, UnsupportedEngine
 from prefill_workers.engine.batch import Attending, Observing, Rows, RunBatch
 from prefill_workers.engine.compactor import Compactor
-from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, PinnedRing
-from prefill_workers.engine.device_cache import DeviceCache
 from prefill_workers.engine.device_timer import DeviceTimer
-from prefill_workers.engine.device_writer import DeviceWriter
 from prefill_workers.engine.graphs import captured_as, in_static_buffers
+from prefill_workers.engine.kv_blocks import KVBlocks
 from prefill_workers.engine.lazy_attention import LazyAttention
-from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
-from prefill_workers.engine.transfer_notes import parsed
+from prefill_workers.engine.transfers import HandOffs
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +85,10 @@ class LayerSource(Protocol):
         """`layer` before it is relocated and patched: KV [1, tokens, features], in host memory."""
 
 
-class WorkerExtension:
+class WorkerExtension(HandOffs):
     """Methods added to vLLM's worker (`worker_extension_cls`), called by `collective_rpc`."""
 
     model_runner: Any
-    _share: Tensor | None = None  # [local features] this rank's features; None: all of them
-    _pages: Pages | None = None
-    _ring: PinnedRing | None = None  # on a device
-    _writer: DeviceWriter | None = None  # on a device whose pages its kernel can write
 
     def answer(self, method: str, *arguments: Any) -> Any:
         """A method's result, or a `Failure`; raises nothing.
@@ -156,60 +151,11 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def learn_pages(self, layout: Layout, block: int, device_bytes: int = 0) -> bool:
-        """Take this rank's share of the layout, and find where a block keeps feature f of token t.
-
-        Backends differ (the CPU kernel transposes keys inside a block, and differently for each dtype), so the layout
-        is not assumed but read off, with the backend's own update op (`pages.learnt`).
-
-        Args:
-            device_bytes: device memory for copies of stored chunks.
-
-        Returns:
-            Whether `place` can be called.
-
-        Raises:
-            UnsupportedEngine: the backend's writes cannot be inverted.
-        """
-        ranks = get_tensor_model_parallel_world_size()
-        self._share = layout.share(get_tensor_model_parallel_rank(), ranks) if ranks > 1 else None
-        self._attention.segments = [segment.share(ranks) for segment in layout.segments]
-        self._layer_layout = replace(layout, layers=1, segments=tuple(self._attention.segments))
-        size, features = self._attention.block_size, self._attention.features
-        slots = (torch.arange(size) + block * size).to(self._device)
-
-        def through(numbers: Tensor) -> Tensor:
-            self._attention.update(0, numbers.to(self._device, self.model_runner.vllm_config.model_config.dtype), slots)
-            page = self._attention.elements(0)[block].flatten().float().cpu().round().long()
-            if page.numel() != numbers.numel():
-                raise UnsupportedEngine(f"a block holds {page.numel()} elements, expected {numbers.numel()}")
-            return page
-
-        whole = 128 if self._attention.quantised is None else 8  # numbers below are exact in bfloat16, and in any fp8
-        elements = learnt(size, features, whole, through)
-        if elements is None:
-            cache = self.model_runner.vllm_config.cache_config.cache_dtype
-            raise UnsupportedEngine(
-                f"{self._attention.backend} with KV cache dtype {cache!r} does not give back what is written"
-            )
-        self._pages = Pages.of(elements, [segment.features for segment in self._attention.segments], self._device)
+        """See `KVBlocks.learn`."""
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        places = self._kv.learn(layout, block, rank, ranks, device_bytes)
         self._compactor.layout = replace(layout, segments=tuple(self._attention.segments))
-        if self._device.type != "cuda":
-            return False
-        self._ring = PinnedRing(CudaCopyStream(self._device), RING_BYTES)
-        caches = [self._attention.elements(layer) for layer in range(layout.layers)]
-        pages = PageTable.of(caches, elements, layout, ranks, self._share) if device_kernel.is_available() else None
-        if pages is None:
-            logger.warning(
-                "stored KV is patched on the host: %s keeps pages as no kernel of ours writes them",
-                self._attention.backend,
-            )
-            return False
-        dtype = self.model_runner.vllm_config.model_config.dtype
-        device_bytes = device_bytes if ranks == 1 else 0  # of several, each call brings objects that end with it
-        self._writer = DeviceWriter(pages, layout, dtype, self._ring, DeviceCache(device_bytes))
-        nothing = torch.zeros(layout.layers, 1, layout.features, dtype=dtype)
-        self.place([Placement(nothing, None, 0, torch.tensor([block * size]))])  # compiled before a request needs it
-        return True
+        return places
 
     @torch.inference_mode()
     def forward_runs(
@@ -244,7 +190,7 @@ class WorkerExtension:
             hidden = self._walk(batch, ends, shallow, captured=captured)
         scores = None
         if logits:
-            (last,) = self._sent(batch.rows.lengths.cumsum(0)[list(logits)] - 1)
+            (last,) = self._kv.sent(batch.rows.lengths.cumsum(0)[list(logits)] - 1)
             scores = runner.model.compute_logits(hidden[last])  # by all ranks
         if scores is None or get_tensor_model_parallel_rank() != 0:
             self.finish_writes()
@@ -266,12 +212,12 @@ class WorkerExtension:
         """
         self._consider_others()
         runner, names = self.model_runner, self._attention.names
-        first_slots, positions = self._sent(batch.slots, batch.positions)
+        first_slots, positions = self._kv.sent(batch.slots, batch.positions)
         slots = dict.fromkeys(names, first_slots)
         metadata = dict.fromkeys(names, self._metadata(self._attention.builder, batch, slots[names[0]]))
         if shallow is not None:
             other, depth = shallow
-            slots |= dict.fromkeys(names[:depth], self._sent(other.slots)[0])
+            slots |= dict.fromkeys(names[:depth], self._kv.sent(other.slots)[0])
             described = self._metadata(self._attention.other_builder, other, slots[names[0]])
             metadata |= dict.fromkeys(names[:depth], described)
         context = set_forward_context(
@@ -345,7 +291,7 @@ class WorkerExtension:
 
     def _first_kv(self, blocks: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
         """First layer's keys and values of a sequence's start, each [count, heads, width] fp32."""
-        (rows,) = self._stored(blocks, 0, count, [0])
+        (rows,) = self._kv.stored(blocks, 0, count, [0])
         keys, values = rows.float().split([segment.features for segment in self._attention.segments], dim=-1)
         return tuple(
             part.unflatten(1, (segment.heads, segment.width))
@@ -357,7 +303,7 @@ class WorkerExtension:
         rows = self._rows(batch)
         start = torch.zeros(len(rows.lengths) + 1, dtype=torch.int32)
         torch.cumsum(rows.lengths, 0, dtype=torch.int32, out=start[1:])
-        starts, ends, tables, index = self._sent(start, rows.ends, rows.block_tables, batch.index)
+        starts, ends, tables, index = self._kv.sent(start, rows.ends, rows.block_tables, batch.index)
         common = CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=start,
@@ -419,20 +365,22 @@ class WorkerExtension:
         if not arriving:
             yield
             return
-        slots = [chunk.slots for chunk in arriving] if self._writer else self._sent(*(one.slots for one in arriving))
+        writer, slots = self._kv.writer, [chunk.slots for chunk in arriving]
+        if writer is None:
+            slots = self._kv.sent(*slots)
         layers = range(len(self._attention.names))
         reached: list[int] = []
 
         def write(layer: int) -> None:
             reached.append(layer)
-            if self._writer is not None:
+            if writer is not None:
                 stored = [chunk.stored(layer, deadline) for chunk in arriving]
-                self._writer.write_layer(layer, [chunk for chunk in stored if chunk is not None])
+                writer.write_layer(layer, [chunk for chunk in stored if chunk is not None])
                 return
             found = [(chunk.layer(layer, deadline), place) for chunk, place in zip(arriving, slots, strict=True)]
             there = [(rows, place) for rows, place in found if rows is not None]
             if there:
-                (rows,) = self._sent(torch.cat([rows for rows, _ in there]))
+                (rows,) = self._kv.sent(torch.cat([rows for rows, _ in there]))
                 self._attention.update(layer, rows, torch.cat([place for _, place in there]))
 
         with ExitStack() as hooks:
@@ -463,93 +411,44 @@ class WorkerExtension:
     def _embed(self, batch: RunBatch) -> Tensor:
         model = self.model_runner.model
         if batch.embeddings is None:
-            return model.embed_input_ids(*self._sent(batch.token_ids))
-        ids, embeddings, mask = self._sent(batch.token_ids, batch.embeddings, batch.is_embedding)
-        # the model's own merge: it also takes deepstack features apart (Qwen3-VL) and hands them to the layers
-        return model.embed_input_ids(ids, multimodal_embeddings=[embeddings], is_multimodal=mask)
+            return model.embed_input_ids(*self._kv.sent(batch.token_ids))
+        ids, embeddings = self._kv.sent(batch.token_ids, batch.embeddings)
+        # The model's own merge: it also takes deepstack features apart (Qwen3-VL) and hands them to the layers. With a
+        # mask on the device it would wait, to know how many tokens there are.
+        return model.embed_input_ids(ids, multimodal_embeddings=[embeddings], is_multimodal=batch.is_embedding)
 
     @torch.inference_mode()
     def write_kv(self, kv: Tensor, slots: Tensor) -> None:
-        """Store `kv` [layers, tokens, features] in its slots by the backend's own update op."""
-        mine, slots = self._sent(kv if self._share is None else kv[..., self._share], slots)
-        for layer, rows in enumerate(mine.unbind(0)):
-            self._attention.update(layer, rows, slots)
+        """See `KVBlocks.write`."""
+        self._kv.write(kv, slots)
 
     @torch.inference_mode()
     def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
-        """Copy the KV of the first `tokens` tokens in blocks `sources` to blocks `targets`.
-
-        On the device; keys are turned by `shift` positions.
-        """
-        size, dtype = self._attention.block_size, self.model_runner.vllm_config.model_config.dtype
-        index = torch.arange(tokens)
-        slots = torch.tensor(targets)[index // size] * size + index % size
-        (slots,) = self._sent(slots)
-        layers, rotation = range(len(self._attention.names)), None
-        if shift and self._ring is not None:
-            cos, sin = self._sent(*self._layer_layout.rotary.rotation(shift, "cpu"))
-            rotation = cos, sin
-        for layer, rows in enumerate(self._stored(sources, 0, tokens, layers)):
-            if rotation is not None:
-                turn(rows, rotation, self._layer_layout)
-            elif shift:
-                of_layer = rows[None]
-                relocate(of_layer, shift, self._layer_layout, out=of_layer)
-            self._attention.update(layer, rows.to(dtype), slots)
+        """See `KVBlocks.copy`."""
+        self._kv.copy(sources, targets, tokens, shift)
 
     @torch.inference_mode()
     def place(self, chunks: Sequence[Placement]) -> None:
-        """Relocate, patch and write stored chunks on the device, from host memory."""
-        assert self._writer is not None
-        self._writer.write(chunks)
+        """See `KVBlocks.place`."""
+        self._kv.place(chunks)
+
+    def free_ended(self) -> None:
+        """Free the device's copies of stored KV that host memory has dropped."""
+        self._kv.free_ended()
 
     def on_device(self, chunks: Sequence[Tensor]) -> tuple[int, list[bool]] | None:
-        """Version of the device's copies of stored KV, and which of these it has; from any thread.
-
-        None where none are kept.
-        """
-        cache = None if self._writer is None else self._writer.cache
-        if cache is None or not cache.limit_bytes:
-            return None
-        return cache.version, [cache.holds(kv) for kv in chunks]
-
-    def _sent(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors on the device, without waiting for copies."""
-        if self._ring is not None:
-            return self._ring.send(tensors)
-        return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
-
-    def finish_writes(self) -> None:
-        """Wait for the device, so that readers on any stream see what was written."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+        """See `KVBlocks.on_device`; from any thread."""
+        return self._kv.on_device(chunks)
 
     @torch.inference_mode()
     def read_kv(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
-        """KV of `count` tokens from `first` on in `blocks`: [layers, count, local features].
+        """See `KVBlocks.read`."""
+        return self._kv.read(blocks, first, count, layers)
 
-        Of the layers named, or of all.
-        """
-        read = range(len(self._attention.names)) if layers is None else layers
-        features = self._attention.features
-        dtype, device = self.model_runner.vllm_config.model_config.dtype, None if self._ring is None else self._device
-        out = torch.empty(len(read), count, features, dtype=dtype, device=device)
-        for rows, stored in zip(out, self._stored(blocks, first, count, read), strict=True):
-            rows.copy_(stored)
-        return out if self._ring is None else self._ring.fetch(out)
-
-    def _stored(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int]) -> Iterator[Tensor]:
-        """`read_kv` layer by layer, [count, local features] on the device, in one reused buffer."""
-        if self._pages is None:
-            raise RuntimeError("learn_pages has not run")
-        size, features = self._attention.block_size, self._attention.features
-        (used,) = self._sent(torch.tensor(blocks)[first // size : -(-(first + count) // size)])
-        skip = first % size
-        whole = torch.empty(len(used), size, features, dtype=self._attention.cache(0).dtype, device=self._device)
-        stored = whole if self._attention.quantised is None else whole.view(self._attention.quantised)
-        for layer in layers:
-            self._pages.read(self._attention.cache(layer)[used].flatten(1), whole)
-            yield stored.view(-1, features)[skip : skip + count]
+    def finish_writes(self) -> None:
+        """Wait for the device, so that readers on any stream see what was written."""
+        if self._device.type != "cpu":  # not for patches, which form on a stream of their own
+            torch.accelerator.current_stream(self._device).synchronize()
 
     @torch.inference_mode()
     def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, slots: Tensor) -> None:
@@ -586,39 +485,6 @@ class WorkerExtension:
         positions, delta = self.model_runner.model.get_mrope_input_positions(token_ids, features)
         return positions, int(delta)
 
-    def poll_handoffs(self) -> tuple[list[tuple[str, int]], list[str]]:
-        """Notes of decode engines to this rank since the last call.
-
-        Returns:
-            (lease, n) per notification, where n ranks of that decode engine read from this rank; and the leases that
-            are still wanted.
-        """
-        if not has_kv_transfer_group():
-            return [], []
-        notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
-        return parsed(note for arrived in notes.values() for note in arrived)
-
-    def pull_kv(self, name: str, blocks: Sequence[int], offer: dict[str, Any]) -> None:
-        """Begin to read KV that a decode engine offers; without blocks, have it free that."""
-        asked = NixlConnectorMetadata()
-        asked.add_new_req_to_recv(name, (list(blocks),) if blocks else (), offer, awaiting_kvs=bool(blocks))
-        self._puller.start_load_kv(asked)
-
-    def poll_pulls(self) -> tuple[list[str], list[str]]:
-        """Names of pulls that have ended here since the last call: well, and not."""
-        self._puller.start_load_kv(NixlConnectorMetadata())  # those whose handshake has ended meanwhile
-        results = self._puller.get_transfer_results()
-        if results.failed_recving:
-            self._puller.get_block_ids_with_load_errors()
-        return sorted(results.finished_recving - results.failed_recving), sorted(results.failed_recving)
-
-    @cached_property
-    def _puller(self) -> Any:
-        """Worker half of vLLM's connector, to read with; what decode engines notify is `poll_handoffs`' alone."""
-        worker = get_kv_transfer_group().connector_worker
-        worker._get_new_notifs = set
-        return worker
-
     @cached_property
     def _timer(self) -> DeviceTimer:
         """Times of calls on a CUDA device."""
@@ -629,6 +495,11 @@ class WorkerExtension:
         return AttentionLayers(self.model_runner)
 
     @cached_property
+    def _kv(self) -> KVBlocks:
+        """KV in and out of this rank's blocks."""
+        return KVBlocks(self._attention, self._device, self.model_runner.vllm_config.model_config.dtype)
+
+    @cached_property
     def _lazy(self) -> LazyAttention:
         """Lazy layers of forwards."""
         return LazyAttention(self._attention.layers)
@@ -637,7 +508,7 @@ class WorkerExtension:
     def _compactor(self) -> Compactor:
         """Reduction of sequences' KV."""
         mine, dtype = self._attention, self.model_runner.vllm_config.model_config.dtype
-        return Compactor(mine.layers, self._stored, mine.update, dtype, latent=mine.is_latent)
+        return Compactor(mine.layers, self._kv.stored, mine.update, dtype, latent=mine.is_latent)
 
     @property
     def _device(self) -> torch.device:

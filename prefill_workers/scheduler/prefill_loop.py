@@ -390,6 +390,8 @@ class PrefillLoop:
                         self._wake.wait(_POLL_SECONDS)
             elif self._background.is_ready:
                 self._work_idly(self._background.step)
+            else:
+                self._engine.free_ended()
 
     def _work_idly(self, step: Callable[[], None]) -> None:
         before = self._engine.tokens_forwarded

@@ -360,18 +360,8 @@ class LinkedEngineClient(EngineOverRoles):
         trace: RequestTrace,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of an answer, from its first token on.
-
-        The lease is given back unless a decode engine takes it.
-
-        Until one has, the prefill worker is told that the KV is wanted: a decode worker may be long in letting the
-        sequence in, and blocks that were freed meanwhile would hold somebody else's KV. What was pulled when nobody had
-        said for too long that they were not is not believed.
-        """
-        lease = LinkLease(linked.lease, self._lease_seconds)
-        waiting = asyncio.create_task(lease.renew(self._roles))
-        taken = False
-        try:
+        """Outputs of an answer, from its first token on; its lease ends with them."""
+        async with LinkLease(self._roles, linked, request.readers, self._lease_seconds) as lease:
             if linked.first_token is not None and not answer.begun:
                 answer.begin(linked.first_token)
             if answer.begun:
@@ -389,18 +379,10 @@ class LinkedEngineClient(EngineOverRoles):
                 params.max_tokens = self.model_config.max_model_len - len(answer.prompt)
             transfer = asking(linked.transfer) if self._is_wanted_back(linked, request) else linked.transfer
             outputs = self._roles.generate(given, transfer, params, decode_id, **options)
-            pulled, generated = set[int](), Counter[int]()
+            generated = Counter[int]()
             async with aclosing(outputs):
                 async for output in outputs:
-                    if not taken and any(choice.finish_reason == "error" for choice in output.outputs):
-                        raise RoleUnavailable("the linked KV could not be pulled")
-                    taken = True
-                    choices = {choice.index for choice in output.outputs}
-                    if not choices <= pulled and not lease.is_certain:
-                        raise RoleUnavailable("the linked KV was not held until it was pulled")
-                    pulled |= choices
-                    if len(pulled) >= request.readers:
-                        waiting.cancel()
+                    lease.pulled(output)
                     if not answer.decoded:
                         trace.decoding((time.perf_counter() - began) * 1e3)
                         whole = answer.params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -410,10 +392,6 @@ class LinkedEngineClient(EngineOverRoles):
                         generated[choice.index] = before + len(choice.token_ids)
                     trace.dropped(linked.transfer, len(given), generated.values())
                     yield answer.joined(output)
-        finally:
-            waiting.cancel()
-            if not taken:  # perhaps no decode engine ever heard of the lease
-                await self._roles.abandon(linked.transfer, request.readers)
 
     def _is_kept(self, request: LinkRequest) -> bool:
         """True if the worker that links a prompt keeps its answer's KV; of several answers, none's."""

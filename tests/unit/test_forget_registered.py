@@ -32,6 +32,7 @@ KEEPS_NOTHING_DELETED = {
     "BlockPool": IN_FLIGHT,
     "Compactor": IN_FLIGHT + ": importance of tokens by link",
     "EncodeQueue": IN_FLIGHT,
+    "LinkLease": IN_FLIGHT + ": choices of an answer that were pulled",
     "LinkedEngineClient": IN_FLIGHT + ": answers that prefill workers are being told of",
     "FileSearch": IN_FLIGHT,
     "Scheduler": IN_FLIGHT,

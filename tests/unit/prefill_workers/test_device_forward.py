@@ -68,7 +68,7 @@ class Model(nn.Module):
     ) -> Tensor:
         found = self.table.index_select(0, ids)
         if is_multimodal is not None:
-            found = found.masked_scatter(is_multimodal[:, None], multimodal_embeddings[0])
+            found[is_multimodal] = multimodal_embeddings[0]  # as vLLM merges them
         return found
 
     def forward(self, input_ids: None, positions: Tensor, intermediate_tensors: None, inputs_embeds: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def extension(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> Worker
     group = SimpleNamespace(layer_names=names, backend=backend, kv_cache_spec=spec)
     vars(worker._attention).update(group=group, builder=SimpleNamespace(build=build))
     worker._attention.segments = [SimpleNamespace(features=HIDDEN // 2, heads=1, width=HIDDEN // 2)] * 2  # type: ignore[list-item]
-    worker._pages = Pages.of(torch.arange(SIZE * HIDDEN).view(SIZE, HIDDEN), [HIDDEN // 2] * 2, torch.device("cpu"))
-    worker._ring = PinnedRing(device.stream, 1 << 20)
+    worker._kv.pages = Pages.of(torch.arange(SIZE * HIDDEN).view(SIZE, HIDDEN), [HIDDEN // 2] * 2, torch.device("cpu"))
+    worker._kv.ring = PinnedRing(device.stream, 1 << 20)
     return worker
 
 
@@ -217,7 +217,7 @@ def test_a_forward_of_a_captured_length_replays_its_graph_over_the_runners_buffe
 
 
 def test_what_hooks_into_layers_is_computed_eagerly(device: CountingDevice, extension: WorkerExtension) -> None:
-    extension._writer = Writer()  # type: ignore[assignment]
+    extension._kv.writer = Writer()  # type: ignore[assignment]
     batch = assemble([(prompt(), [Run(15, 20)])], SIZE).padded((CAPTURED,))
     with device:
         extension.forward_runs(batch, [0], [Source()], 1.0)  # type: ignore[list-item]
@@ -257,7 +257,7 @@ def test_a_batch_that_no_bucket_holds_stays_as_it_is() -> None:
 def test_stages_are_timed_by_the_device_and_nothing_waits_for_that(
     device: CountingDevice, extension: WorkerExtension
 ) -> None:
-    extension._writer = Writer()  # type: ignore[assignment]
+    extension._kv.writer = Writer()  # type: ignore[assignment]
     vars(extension)["_timer"] = DeviceTimer(lambda: StreamEvent(device))
     calls = RankCalls(Executor(extension), 1)
     calls.times_on_device = True
@@ -297,7 +297,7 @@ def test_a_call_that_fails_has_no_time(device: CountingDevice, extension: Worker
 def test_layers_that_come_in_are_written_as_the_forward_reaches_them(
     device: CountingDevice, extension: WorkerExtension
 ) -> None:
-    writer = extension._writer = Writer()  # type: ignore[assignment]
+    writer = extension._kv.writer = Writer()  # type: ignore[assignment]
     batch = assemble([(prompt(), [Run(15, 20)])], SIZE)
     with device:
         extension.forward_runs(batch, [0], [Source(), Source()], 1.0)  # type: ignore[list-item]
@@ -309,7 +309,7 @@ def test_blocks_are_copied_and_turned_on_the_device_alone(
     device: CountingDevice, extension: WorkerExtension, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = Layout.gqa(LAYERS, 1, HIDDEN // 2, RotaryScheme.from_base(HIDDEN // 2))
-    extension._layer_layout = layout.of_one_layer
+    extension._kv.layer_layout = layout.of_one_layer
     kv, empty = torch.randn(LAYERS, 20, HIDDEN), torch.empty
 
     def on_device(*shape: Any, **options: Any) -> Tensor:
