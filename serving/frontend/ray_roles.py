@@ -146,7 +146,7 @@ class RayRoles:
         return told[0] if told else LeaseState.UNKNOWN
 
     async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> None:
-        """Best effort. All replicas are told, since none else knows whose lease it is, nor whose `offer`."""
+        """Best effort. All replicas are told: none else knows whose lease it is, nor the `offer`."""
         seconds = _RENEWAL_SECONDS if offer is None else HELD_SECONDS  # to read it, between two forwards
         try:
             await answers_in_time(self.prefill, seconds, "keep_answer", lease, tuple(token_ids), offer)
