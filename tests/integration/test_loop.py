@@ -357,13 +357,13 @@ def test_links_are_computed_between_handfuls_of_one_calls_images(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("where", ["_turn", "_finish"])
+@pytest.mark.parametrize("where", ["turn", "_finish"])
 def test_a_defect_in_the_loop_leaves_nobody_waiting(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, where: str
 ):
     rig = make_rig(learns=False)
     plan, pixels = rig.plan(MIXED[1], "off"), rig.render([1]).pixels([0])
-    monkeypatch.setattr(rig.loop, where, lambda *_: 1 / 0)
+    monkeypatch.setattr(rig.loop._runner, where, lambda *_: 1 / 0)
     with rig.loop._wake:
         waiting = [rig.loop.submit(plan), *(rig.loop.encode(pixels) for _ in range(3))]
     with pytest.raises(ZeroDivisionError):
