@@ -139,9 +139,9 @@ class _TooManyBytes(HTTPException):
 
 
 class Limit:
-    """Middleware that bounds request bodies: their size, their time, those in progress, and their bytes in all.
+    """Middleware that bounds request bodies: their size, their time, those in progress.
 
-    One too many is answered 429 with Retry-After.
+    One too many, and one with too many bytes beside the others, is answered 429 with Retry-After.
 
     Args:
         limits: requests a minute by tenant, which generating ones take from.

@@ -211,7 +211,11 @@ class OrbitServingChat(OpenAIServingChat):
         return await self.with_pixels(request, partial(self.online_renderer.render_chat, request, skip_mm_cache=True))
 
     async def with_pixels(self, request: ChatCompletionRequest, render: Callable[[], Awaitable[Any]]) -> Any:
-        """Call `render`, before the deadline, with the pixels of those of the request's images that need them."""
+        """Call `render` with the pixels of those of the request's images that need them.
+
+        Raises:
+            DeadlineExceeded: that took longer than the whole answer may.
+        """
         whole = request.messages
         cache = self.renderer._mm_processor_only_cache
         if cache is not None:  # images that vLLM has processed need not be decoded

@@ -139,7 +139,7 @@ class FileSearch:
         return own
 
     def later_params(self, params: SamplingParams) -> SamplingParams:
-        """Sampling behind a search: a call that was required is made, and the client's own grammar holds again."""
+        """Sampling behind a search: no call is required now, and the client's grammar holds."""
         if not self.log.is_required:
             return params
         own = params.clone()

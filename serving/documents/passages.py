@@ -19,7 +19,7 @@ def form_of(max_tokens: int, overlap_tokens: int) -> str:
 
 
 def tokens_of(model: Path) -> Offsets:
-    """Tokens of texts by a model's tokenizer; of one without `tokenizer.json` four characters each."""
+    """Tokens of texts by a model's tokenizer; without `tokenizer.json` four characters each."""
     file = model / "tokenizer.json"
     if not file.exists():
         return lambda text: [(at, min(at + 4, len(text))) for at in range(0, len(text), 4)]

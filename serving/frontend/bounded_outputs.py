@@ -1,4 +1,4 @@
-"""Outputs of a request within its tenant's limit of tokens, and all of its work before its deadline."""
+"""Outputs of a request within its tenant's limit of tokens and before its deadline."""
 
 from __future__ import annotations
 

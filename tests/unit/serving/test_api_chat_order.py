@@ -3,6 +3,7 @@ told. Everything up to vLLM's own handler is real."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from pathlib import Path
@@ -30,6 +31,8 @@ from serving.api.opening import Openings
 from serving.api.prefix import Prefixes
 from serving.api_keys import KeyRing
 from serving.frontend.documents import Documents
+from serving.frontend.errors import DeadlineExceeded
+from serving.frontend.report import RequestTrace, set_trace
 from serving.placement.orderer import PatchAwareOrderer
 from serving.settings import HttpSettings
 
@@ -163,6 +166,7 @@ async def test_no_pixels_are_held_once_a_chat_is_rendered():
     chat._check_model, chat._preflight = right, lambda n: None
     chat.renderer = SimpleNamespace(_mm_processor_only_cache=cache)
     chat.online_renderer = SimpleNamespace(render_chat=render)
+    chat.engine_client = SimpleNamespace(request_timeout_s=None)
     assert await chat.render_chat_request(request) == "rendered"
     assert seen == [[None, parts[1]["image_pil"]]]
     assert [part["image_pil"] for part in request.messages[0]["content"]] == [None, None]
@@ -231,3 +235,16 @@ async def test_what_a_template_writes_first_keys_what_is_stored(chat: Chat):
 async def test_a_rendered_prompt_is_not_told(chat: Chat):
     answer = await post(chat, 400, messages=[{"role": "user", "content": "Well?"}], return_prompt_text=True)
     assert "return_prompt_text is not supported" in answer["error"]["message"]
+
+
+async def test_the_deadline_holds_while_a_chat_is_rendered():
+    async def waits(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    chat: Any = object.__new__(OrbitServingChat)
+    chat.renderer = SimpleNamespace(_mm_processor_only_cache=None)
+    chat.engine_client = SimpleNamespace(request_timeout_s=0.01)
+    request: Any = SimpleNamespace(messages=[{"role": "user", "content": "?"}])
+    set_trace(RequestTrace())
+    with pytest.raises(DeadlineExceeded):
+        await chat.with_pixels(request, waits)
