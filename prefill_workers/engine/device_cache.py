@@ -74,7 +74,7 @@ class DeviceCache(Generic[T]):
         return True
 
     def drop_ended(self) -> None:
-        """Drop copies whose originals have ended, as every `get` and `put` does; for when there are none."""
+        """Drop copies whose originals have ended, as `get` and `put` do; for want of those."""
         while self._ended:
             number = self._ended.pop()
             entry = self._entries.get(number)

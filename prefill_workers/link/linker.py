@@ -450,6 +450,6 @@ class Linker:
         """Stored KV and patch of a chunk, with its place in the sequence."""
         assert found.canonical is not None
         patch = found.patch.patch.bind(self.form.basis) if found.patch else None
-        lasts = patch is not None and not found.parts and patch is found.patch.patch  # what is bound or summed is new
+        lasts = found.patch is not None and not found.parts and patch is found.patch.patch  # else new
         run = Run(chunk.span.start, chunk.span.stop)
         return PlacedChunk(found.canonical.kv, patch, chunk.start_position, run, kv_lasts=True, patch_lasts=lasts)

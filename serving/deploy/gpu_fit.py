@@ -22,7 +22,7 @@ def reserved(config: OrbitServeConfig) -> dict[str, list[float]]:
 
 
 def shortage(wanted: Mapping[str, Sequence[float]], nodes: Sequence[float]) -> str | None:
-    """Error message where the GPUs of nodes are too few for what roles reserve; None: they suffice.
+    """Error message where nodes have too few GPUs for what roles reserve; None: enough.
 
     It proposes settings that fit.
 

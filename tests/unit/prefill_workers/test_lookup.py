@@ -15,6 +15,7 @@ import torch
 from kvstore_support import FINGERPRINT, MakeLibrary, canonical, embedding_of, patch_of
 
 from kvstore.library import Library
+from kvstore.operator.device_kernel import Placement
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.records.record import CanonicalRecord, PatchRecord
 from kvstore.settings import LibrarySettings
@@ -25,6 +26,7 @@ from prefill_workers.link.keys import ChunkKeys
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.lookups import Found, Lookup, Lookups
+from prefill_workers.link.place_kv import write_chunks
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
@@ -431,3 +433,7 @@ def test_what_may_stay_on_a_device_is_what_records_hold_not_what_is_bound_or_sum
     assert Linker._placed(linker, page, summed)[-2:] == (True, False)
     bound: Any = SimpleNamespace(patch=SimpleNamespace(bind=lambda basis: record.patch))
     assert Linker._placed(linker, page, Found(RECORD, bound))[-2:] == (True, False)
+    sent: list[Placement] = []
+    slots = lambda blocks, start, stop: torch.arange(start, stop)  # noqa: E731
+    write_chunks(cast(Any, SimpleNamespace(places_on_device=True, slots=slots, place=sent.extend)), (), [placed])
+    assert (sent[0].kv is RECORD.kv, sent[0].kv_lasts, sent[0].patch_lasts) == (True, True, True)

@@ -235,6 +235,7 @@ def test_a_fork_that_went_elsewhere_stays_there_and_its_parent_where_it_was():
         policy.completed("b", "first")
         policy.reported("a", prefill_report(sequence=1) | kept | gpu)
         assert best(policy, parent) == ("a", "hot")
+        assert estimate(policy.ask(*parent), policy.view("a"), ()).brought == 0, "none is told to have sessions"
         assert best(policy, fork) == ("b", "hot"), "before its worker reports it"
 
 
