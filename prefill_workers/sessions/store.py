@@ -109,7 +109,7 @@ class SessionStore:
             if not is_deleted:
                 gone.update(self._replace(name, session))
                 ended, left = self._make_room(name)
-                self._library.put_session(self._record(session))  # under the lock: a deletion comes before or after
+                self._library.put(self._record(session))  # under the lock: a deletion comes before or after
             gone |= self._unheld(_places(offered))
         self._delete(gone)
         if ended:
