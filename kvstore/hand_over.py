@@ -75,7 +75,7 @@ def adopt(library: Library, parcels: Sequence[Parcel]) -> int:
     taken = 0
     for path, idle_s, encoded in parcels:
         try:
-            library.adopt(checked(encoded, path), idle_s)
+            library.put(checked(encoded, path), idle_s)
         except (CorruptRecord, StoreError) as error:
             logger.warning("%s is not taken over: %s", path, error)
             continue

@@ -6,7 +6,7 @@
 | get_session | a tier, at most load_timeout_s | the tiers, then memory |
 | load | nothing | the same as a Loading, for loading beside compute |
 | wait | a tier, at most load_timeout_s, or until a time | what a Loading gives |
-| put_canonical, put_patch, put_segment, ... | nothing | memory now, tiers behind the request |
+| put | nothing | memory now, tiers behind the request |
 | has | a tier, at most load_timeout_s | looks without loading |
 | stored, look_up | a tier | the same for many |
 | is_resident | nothing | looks in memory alone |
@@ -15,7 +15,7 @@
 | delete, delete_content | every tier | removes everywhere, also what is queued |
 | quarantine | every tier | moves aside everywhere |
 | flush, close | the queues | persists what is queued |
-| outlived, in_reach, adopt | memory; tiers; nothing | for `kvstore.hand_over` |
+| outlived, in_reach | memory; tiers | for `kvstore.hand_over` |
 | leave_node | the object stores | what lies on this node goes to others |
 
 A tier that fails, is slow, or returns damaged bytes costs a miss, never an error: damaged records are moved aside and
@@ -32,18 +32,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import cast
-
-import pyarrow as pa
 
 from kvstore.catalog.inventory import checked
 from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.memory_cache import MemoryCache
 from kvstore.pins import Pins
-from kvstore.records.format import encode_parts, is_finite
+from kvstore.records.format import is_finite
 from kvstore.records.record import (
     BasisRecord,
     CanonicalRecord,
@@ -51,7 +48,6 @@ from kvstore.records.record import (
     PatchRecord,
     Record,
     RecordKind,
-    SegmentPatchRecord,
     SegmentRecord,
     SessionRecord,
 )
@@ -61,7 +57,7 @@ from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.loading import Loading
 from kvstore.tiers.paths import kind_prefix, marker_paths, path_of, record_path
 from kvstore.tiers.stack import Found, TierStack
-from kvstore.tiers.write_behind import WriteBehind
+from kvstore.write_queues import WriteQueues
 
 logger = logging.getLogger(__name__)
 
@@ -90,21 +86,6 @@ class LibraryStats:
     loads: int  # from tiers
     load_ms: float  # spent in reads that found a record, in all
     loaded_bytes: int  # by these
-
-
-@dataclass(frozen=True)
-class _Write:
-    """A queued write: the record, and its encoded bytes if they are known."""
-
-    record: Record
-    encoded: pa.Buffer | None = None
-
-    def pieces(self) -> Sequence[pa.Buffer]:
-        """The encoded record, mostly views of its tensors.
-
-        Not kept: a tier may be long in coming to it.
-        """
-        return encode_parts(self.record) if self.encoded is None else [self.encoded]
 
 
 class Library:
@@ -136,16 +117,7 @@ class Library:
         self._hot = MemoryCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
-        self._queues = [  # one per tier: writes that wait for a slow one do not block the others
-            WriteBehind[_Write, Sequence[pa.Buffer]](
-                _Write.pieces,
-                partial(self._persist, index),
-                partial(self._stack.undo, index),
-                settings.write_queue_items,
-                settings.write_queue_bytes,
-            )
-            for index in range(len(self._stack.tiers))
-        ]
+        self._writes = WriteQueues(self._stack, settings, self._deletions, self._hot.persisted)
         self._loads = [  # one per tier: loads that wait for a silent one do not block the others
             ThreadPoolExecutor(settings.load_threads, thread_name_prefix=f"kvstore-load-{tier.name}")
             for tier in self._stack.tiers
@@ -195,7 +167,7 @@ class Library:
         """
         path = record_path(kind, key, self.fingerprint, tenant)
         with self._lock:
-            resident = self._written(path) if past_memory else self._resident(path)
+            resident = self._writes.pending(path) if past_memory else self._resident(path)
             if resident is not None:  # first: it may have been put while a tier hangs
                 self._counts["memory_hits"] += 1
                 loading = Loading(path)
@@ -306,35 +278,33 @@ class Library:
 
     # Writing
 
-    def put_canonical(self, record: CanonicalRecord) -> None:
+    def put(self, record: Record, idle_s: float | None = None) -> None:
         """Keep a record in memory now and in the tiers soon.
 
-        Its tensors must not change afterwards.
+        It replaces what is there under its key. Its tensors must not change afterwards.
 
-        Raises StoreError if the record is of another model than this library's or holds numbers that are not finite,
-        InvalidKey for a malformed key.
+        Args:
+            idle_s: seconds since another process used it last; None: it is used now.
+
+        Raises:
+            StoreError: the record is of another model than this library's, or holds numbers that are not finite.
+            InvalidKey: for a malformed key.
         """
-        self._put(record)
-
-    def put_patch(self, record: PatchRecord) -> None:
-        """As `put_canonical`."""
-        self._put(record)
-
-    def put_embedding(self, record: EmbeddingRecord) -> None:
-        """As `put_canonical`."""
-        self._put(record)
-
-    def put_basis(self, record: BasisRecord) -> None:
-        """As `put_canonical`."""
-        self._put(record)
-
-    def put_segment(self, record: SegmentRecord | SegmentPatchRecord) -> None:
-        """As `put_canonical`."""
-        self._put(record)
-
-    def put_session(self, record: SessionRecord) -> None:
-        """As `put_canonical`; replaces what the session was before."""
-        self._put(record)
+        if record.fingerprint != self.fingerprint:
+            raise StoreError("the record's model fingerprint is not this library's")
+        if not is_finite(record):
+            raise StoreError(f"{path_of(record)} holds numbers that are not finite")
+        path = path_of(record)
+        with self._lock:  # a deletion begins before or after
+            if self._deletions.covers(record):
+                return
+            self._hot.put(path, record, idle_s)
+            for loading in self._loading.get(path, ()):
+                loading.dropped = True  # what it finds is older; its waiters get it all the same
+            refused = self._writes.submit(path, record, record.nbytes, len(self._stack.tiers))
+            self._counts["dropped_writes"] += len(refused)
+        if refused:
+            logger.warning("write queue full: %s is not written to %s", path, ", ".join(refused))
 
     def outlived(self, lifetime: Lifetime) -> list[tuple[Record, float]]:
         """Records in memory that no tier of at least that lifetime has, as far as is known here.
@@ -347,10 +317,6 @@ class Library:
         """Paths whose records stay within this process' reach, whichever other node goes."""
         resident = {path for path in paths if self._resident(path) is not None}
         return resident | self._stack.in_reach([path for path in paths if path not in resident])
-
-    def adopt(self, record: Record, idle_s: float) -> None:
-        """As `put_canonical`, of another process's record that was last used so many seconds ago."""
-        self._put(record, idle_s)
 
     def leave_node(self, nodes: Sequence[str], until: float) -> None:
         """Have other nodes keep what the tiers hold on this one (`Tier.leave`); best effort."""
@@ -398,7 +364,7 @@ class Library:
         with self._lock:  # what was let in before is found below
             self._deletions.note(content, tenant)
         paths = set(self._hot.matching(derived))
-        paths.update(*(queue.matching(lambda write: derived(write.record)) for queue in self._queues))
+        paths.update(self._writes.matching(derived))
         for path in paths:
             self._forget(path)
         stored = self._stack.derived_from(content, tenant)
@@ -406,7 +372,7 @@ class Library:
             self._forget(path)
         paths |= stored.records
         for path in paths:
-            self._settle(path)
+            self._writes.settle(path)
         self._stack.remove_derived(stored, paths)
         return len(paths)
 
@@ -448,7 +414,7 @@ class Library:
         """Move a record aside in every tier: what was computed from it is wrong."""
         path = record_path(kind, key, self.fingerprint, tenant)
         self._forget(path)
-        self._settle(path)
+        self._writes.settle(path)
         self._stack.quarantine(path)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -456,18 +422,11 @@ class Library:
 
         False if `timeout` seconds were not enough.
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        return all([queue.flush(_left(until)) for queue in self._queues])
+        return self._writes.flush(timeout)
 
     def close(self, timeout: float | None = 30.0) -> None:
         """Persist the queued writes, as far as `timeout` seconds allow, and stop the threads."""
-        until = None if timeout is None else time.monotonic() + timeout
-        for queue in self._queues:
-            queue.end()
-        for tier, queue in zip(self._stack.tiers, self._queues, strict=True):
-            lost = queue.close(_left(until))
-            if lost:
-                logger.warning("%s: %d records were not persisted in time", tier.name, lost)
+        self._writes.close(timeout)
         for pool in (*self._loads, self._look_ups):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -484,7 +443,6 @@ class Library:
         with self._lock:
             own, load_ms = Counter(self._counts), self._load_ms
         tiers = self._stack.count()
-        failures = sum(queue.failures for queue in self._queues)
         return LibraryStats(
             hits=own["memory_hits"] + own["tier_hits"],
             memory_hits=own["memory_hits"],
@@ -495,7 +453,7 @@ class Library:
             quarantined=tiers["quarantined"],
             tier_errors=tiers["tier_errors"],
             writes=tiers["writes"],
-            dropped_writes=own["dropped_writes"] + tiers["dropped_writes"] + failures,
+            dropped_writes=own["dropped_writes"] + tiers["dropped_writes"] + self._writes.failures,
             evictions=self._hot.evictions + sum(budget.evictions for budget in self._stack.budgets),
             bytes=self._hot.nbytes,
             tier_bytes={budget.tier.name: budget.nbytes for budget in self._stack.budgets},
@@ -517,16 +475,7 @@ class Library:
     def _resident(self, path: str) -> Record | None:
         """The record if memory has it: in the cache, or still waiting to be written."""
         record = self._hot.get(path)
-        return self._written(path) if record is None else record
-
-    def _written(self, path: str) -> Record | None:
-        """The record if it waits to be written."""
-        write = self._pending(path)
-        return None if write is None else write.record
-
-    def _pending(self, path: str) -> _Write | None:
-        """The record if its write to some tier is queued or running."""
-        return next((write for queue in self._queues if (write := queue.pending(path)) is not None), None)
+        return self._writes.pending(path) if record is None else record
 
     def _get(self, kind: RecordKind, key: str, tenant: str) -> Record | None:
         return self.wait(self.load(kind, key, tenant))
@@ -584,7 +533,7 @@ class Library:
                 self._hot.put(path, found.record)
                 self._hot.persisted(path, found.record, self._stack.tiers[index].lifetime)
                 if index:
-                    refused = self._submit(path, _Write(found.record, found.encoded), found.encoded.size, index)
+                    refused = self._writes.submit(path, found.record, found.encoded.size, index, found.encoded)
                     if refused:
                         logger.info("write queue full: %s is not copied to %s", path, ", ".join(refused))
         loading.set_result(None if found is None or deleted else found.record)
@@ -596,61 +545,16 @@ class Library:
             if not under_way:
                 del self._loading[loading.path]
 
-    def _put(self, record: Record, idle_s: float | None = None) -> None:
-        if record.fingerprint != self.fingerprint:
-            raise StoreError("the record's model fingerprint is not this library's")
-        if not is_finite(record):
-            raise StoreError(f"{path_of(record)} holds numbers that are not finite")
-        path = path_of(record)
-        with self._lock:  # a deletion begins before or after
-            if self._deletions.covers(record):
-                return
-            self._hot.put(path, record, idle_s)
-            for loading in self._loading.get(path, ()):
-                loading.dropped = True  # what it finds is older; its waiters get it all the same
-            refused = self._submit(path, _Write(record), record.nbytes, len(self._queues))
-            self._counts["dropped_writes"] += len(refused)
-        if refused:
-            logger.warning("write queue full: %s is not written to %s", path, ", ".join(refused))
-
-    def _submit(self, path: str, write: _Write, nbytes: int, tiers: int) -> list[str]:
-        """Queue a write to that many tiers, nearest first; names those whose queue is full."""
-        queues = zip(self._stack.tiers[:tiers], self._queues, strict=False)
-        taking = [(tier, queue) for tier, queue in queues if self._takes(tier, write.record)]
-        return [tier.name for tier, queue in taking if not queue.submit(path, write, nbytes)]
-
-    def _takes(self, tier: Tier, record: Record) -> bool:
-        """False for a session's manifest on a node's own disk before a store.
-
-        Manifests alone are replaced: when another node goes on with the session, this one's would be the first found.
-        """
-        own = isinstance(tier, DiskTier) and tier.lifetime is Lifetime.NODE
-        return not (own and isinstance(record, SessionRecord) and self._stack.tiers[-1].lifetime is Lifetime.STORE)
-
-    def _persist(self, index: int, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
-        if not self._deletions.covers(write.record) and self._stack.write(index, write.record, pieces):
-            self._hot.persisted(path, write.record, self._stack.tiers[index].lifetime)
-
     def _forget(self, path: str) -> bool:
         """Remove a record from memory and from the queues."""
         with self._lock:
             for loading in self._loading.pop(path, ()):
                 loading.dropped = True
             in_memory = self._hot.remove(path)
-        return any([queue.cancel(path) for queue in self._queues]) or in_memory
-
-    def _settle(self, path: str) -> None:
-        """Wait while a record is written: a write that cannot be undone is removed afterwards."""
-        for queue in self._queues:
-            queue.settle(path)
+        return self._writes.cancel(path) or in_memory
 
     def _delete(self, path: str) -> bool:
         record = self._resident(path)
         forgotten = self._forget(path)
-        self._settle(path)
+        self._writes.settle(path)
         return self._stack.remove(path, () if record is None else marker_paths(record)) or forgotten
-
-
-def _left(until: float | None) -> float | None:
-    """Seconds left until a time (`time.monotonic`); None: without end."""
-    return None if until is None else max(0.0, until - time.monotonic())

@@ -298,7 +298,7 @@ class PrefillSettings(BaseModel):
     )
 
     @property
-    def pulls_answers(self) -> bool:
+    def may_pull_answers(self) -> bool:
         """True if workers read answers' KV from decode workers."""
         return self.prefix_cache and self.keep_answers and self.pull_answers
 

@@ -79,7 +79,7 @@ def decode_spec(config: OrbitServeConfig) -> DecodeSpec:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_gib=settings.kv_cache_gib,
         reasoning_parser=config.model.reasoning_parser or "",
-        hands_back=config.prefill.pulls_answers,
+        hands_back=config.prefill.may_pull_answers,
     )
 
 

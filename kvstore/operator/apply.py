@@ -24,7 +24,10 @@ def relocate(kv: Tensor, delta: int | float, layout: Layout, out: Tensor | None 
 
 
 def turn(kv: Tensor, rotation: tuple[Tensor, Tensor], layout: Layout) -> None:
-    """R · KV [..., features] in place, by cos and sin (`RotaryScheme.rotation`) that lie where KV does."""
+    """R · KV [..., features] in place.
+
+    `rotation`: cos and sin (`RotaryScheme.rotation`), where KV lies.
+    """
     for segment, part in zip(layout.segments, layout.split(kv), strict=True):
         if segment.rotary:
             turn_(part.unflatten(-1, (segment.heads, segment.width)), rotation, layout.rotary)

@@ -59,9 +59,10 @@ class AnswerPulls:
         return len(self._under_way)
 
     def begin(self, answer: Answer, offer: Mapping[str, Any], ended: Future[None]) -> bool:
-        """Begin to read an answer's KV from a decode engine, and set `ended` once it needs it no more.
+        """Begin to read an answer's KV from a decode engine.
 
-        False if it cannot be read, is known, or finds no room; the decode engine frees it then.
+        `ended` is set once that engine needs to hold it no more. False if it cannot be read, is known, or finds no
+        room; the decode engine frees it then.
         """
         size, epoch = self._pool.block_size, self._hits.epoch
         match = self._hits.match(answer.request, answer.chain, answer.frame, answer.tokens)

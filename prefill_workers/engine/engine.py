@@ -385,7 +385,7 @@ class PrefillEngine:
         return self._notes.take(self._call_all("poll_handoffs"), held)
 
     def pull_kv(self, name: str, blocks: Sequence[int], offer: Mapping[str, Any]) -> None:
-        """Begin to read KV that a decode engine offers into blocks; without any, tell it that nobody will.
+        """Begin to read KV that a decode engine offers; without blocks, tell it that nobody will.
 
         `poll_pulls` says under this name that it has ended.
 

@@ -63,7 +63,7 @@ class ReadNotes:
 
 
 class EndedPulls:
-    """Joins the ranks' notes: a pull has ended when it has on every rank, well if it has so on all."""
+    """Joins the ranks' notes: a pull has ended when it has on every rank."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -380,7 +380,7 @@ class SessionLinks:
             kv=kv,
             at=at,
         )
-        self._library.put_segment(record)
+        self._library.put(record)
         return KeptKV(record.key, front, is_exact, kv.nbytes)
 
     def store_removal(self, kept: KeptKV, front: tuple[str, ...], record: SegmentRecord, patch: Patch) -> KeptKV:
@@ -399,5 +399,5 @@ class SessionLinks:
             layout=record.layout,
             patch=patch,
         )
-        self._library.put_segment(mend)
+        self._library.put(mend)
         return replace(kept, behind=front, is_exact=False, patch=mend.key, patch_nbytes=patch.nbytes)

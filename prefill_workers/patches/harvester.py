@@ -126,7 +126,7 @@ class Harvester:
             recompute_seconds=seconds,
             meta={"modality": chunk.span.modality},
         )
-        self.library.put_canonical(record)
+        self.library.put(record)
         return record
 
     def _text(self, plan: LinkPlan, span: ChunkSpan) -> tuple[int, ...] | None:
@@ -138,7 +138,7 @@ class Harvester:
         """Store a freshly encoded chunk's embeddings, so that these pixels are not encoded again."""
         if not chunk.is_encoded or chunk.embeddings is None:
             return
-        self.library.put_embedding(
+        self.library.put(
             EmbeddingRecord(
                 key=self.engine.embedding_key(chunk.span.content),
                 fingerprint=self.engine.fingerprint,

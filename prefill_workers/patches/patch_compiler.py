@@ -111,7 +111,7 @@ class PatchCompiler:
             antecedents=job.antecedents,
             recompute_seconds=job.recompute_seconds,
         )
-        self.library.put_patch(record)
+        self.library.put(record)
         self.formed += 1
         self.seconds += time.perf_counter() - began
         logger.debug("patch %s: rank %d, %d bytes", job.key[:16], patch.rank, patch.nbytes)
@@ -123,7 +123,7 @@ class PatchCompiler:
 
     def _store_basis(self, job: PatchJob) -> None:
         basis = pool_basis(self._pool, max(patch.rank for patch in self._pool))
-        self.library.put_basis(
+        self.library.put(
             BasisRecord(
                 key=basis.version,
                 fingerprint=job.fingerprint,

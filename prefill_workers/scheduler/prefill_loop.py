@@ -241,7 +241,7 @@ class PrefillLoop:
         return self.call(partial(self._host.restore, request, chain)) if self._host.holds(chain) else None
 
     def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> Future[None]:
-        """Read an answer's KV, or compute it in idle time, if this loop has linked its prompt lately.
+        """Read an answer's KV, or compute it in idle time, behind a link of late.
 
         Args:
             offer: of a decode engine, by which it can be read.

@@ -127,7 +127,7 @@ class SessionStore:
             if not is_deleted:
                 gone.update(self._replace(name, session))
                 ended, left = self._make_room(name)
-                self._library.put_session(record)  # under the lock: a deletion comes before or after
+                self._library.put(record)  # under the lock: a deletion comes before or after
             if opened is not None:
                 self._open.discard(opened)
             gone |= self._unheld(_places(offered))
@@ -173,7 +173,7 @@ class SessionStore:
         stored = self._load(tenant, id)
         was_stored = self._library.delete("session", self._key(id), tenant)
         if stored is not None and not _places(stored).keys() <= set(dropped):
-            self._library.put_session(self._record(stored.ended()))
+            self._library.put(self._record(stored.ended()))
         known = [session for session in (served, stored) if session is not None]
         return any(not self._is_expired(session) for session in known) if known else was_stored
 

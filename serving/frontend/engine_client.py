@@ -132,7 +132,7 @@ class LinkedEngineClient(EngineOverRoles):
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
         self._keeps_answers = prefill.prefix_cache and prefill.keep_answers
-        self._pulls_answers = prefill.pulls_answers
+        self._pulls_answers = prefill.may_pull_answers
         self._telling: set[asyncio.Task[None]] = set()
 
     # -- generate -----------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class DecodeWorker:
     async def __init__(self, config: OrbitServeConfig) -> None:  # type: ignore[misc]
         settings = config.decode
         self._meter = DecodeMeter()
-        reachable = address_for_peers() if config.prefill.pulls_answers else LOOPBACK  # else nobody asks: it pulls
+        reachable = address_for_peers() if config.prefill.may_pull_answers else LOOPBACK  # else nobody asks: it pulls
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=reachable, own_runner=False)
         from decode_workers.engine import DecodeEngine
 

@@ -350,7 +350,7 @@ class StoreIndices:
             form=taken.form,
             seconds=time.perf_counter() - began,
         )
-        self._library.put_embedding(record)
+        self._library.put(record)
         await asyncio.to_thread(self._library.flush, _FLUSH_SECONDS)
         return self._indexed(reference, upload.filename, record)
 

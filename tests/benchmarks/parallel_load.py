@@ -199,8 +199,8 @@ class _Measurement:
             shape = (layout.layers, len(request.chunks[i]), layout.features)
             kv, delta = (torch.randn(shape, generator=generator) for _ in range(2))
             patch = linker.form.form(delta, layout, PatchKind.own, engine.dtype)
-            library.put_canonical(CanonicalRecord(key=keys.canonical, kv=kv.to(engine.dtype), **common))
-            library.put_patch(PatchRecord(key=keys.own_patch, patch=patch, **common))
+            library.put(CanonicalRecord(key=keys.canonical, kv=kv.to(engine.dtype), **common))
+            library.put(PatchRecord(key=keys.own_patch, patch=patch, **common))
             library.flush()
             yield "patch", keys.own_patch
             yield "canonical", keys.canonical

@@ -82,8 +82,8 @@ def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[s
     patch = PatchForm(RANK).form(torch.randn(shape, generator=generator), layout, PatchKind.own, engine.dtype)
     common: dict[str, Any] = {"fingerprint": engine.fingerprint, "tenant": "local", "layout": layout}
     hot = Library(LibrarySettings(directory=directory), engine.fingerprint)
-    hot.put_canonical(CanonicalRecord(key=_KEYS["canonical"], kv=kv, **common))
-    hot.put_patch(PatchRecord(key=_KEYS["patch"], patch=patch, **common))
+    hot.put(CanonicalRecord(key=_KEYS["canonical"], kv=kv, **common))
+    hot.put(PatchRecord(key=_KEYS["patch"], patch=patch, **common))
     hot.flush()
     cold = Library(LibrarySettings(directory=directory, memory_bytes=0), engine.fingerprint)
     blocks = range(1, 2 + TOKENS // engine.block_size)

@@ -152,7 +152,7 @@ def _disk_reads(records: _Records, folder: Path) -> dict[str, Work]:
     batch = records.batch()
     library = _library(directory=folder)
     for record in batch:
-        library.put_canonical(record)
+        library.put(record)
     library.flush()
     paths = [folder / path_of(record) for record in batch]
     target = bytearray(records.nbytes)
@@ -191,7 +191,7 @@ def _s3(records: _Records, bucket: str, options: dict[str, Any]) -> dict[str, Wo
     library = _library(directory=None, url=f"s3://{bucket}/library", storage_options=options)
     stored = records.batch()
     for record in stored:
-        library.put_canonical(record)
+        library.put(record)
     library.flush()
     paths = [f"{bucket}/raw/{number}" for number in range(RECORDS)]
 
@@ -220,7 +220,7 @@ def _put(library: Library, records: _Records) -> float:
 
     def work() -> None:
         for record in batch:
-            library.put_canonical(record)
+            library.put(record)
         library.flush()
 
     elapsed = clock_ms(work)

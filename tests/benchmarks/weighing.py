@@ -133,14 +133,14 @@ def _fill(engine: PrefillEngine, library: Library, opened: Worker, prompt: Promp
     for keys, chunk, rows in zip(opened.linker.keys(prompt.request), chunks, embeddings, strict=True):
         shape = (layout.layers, len(chunk), layout.features)
         kv = torch.randn(shape, generator=generator).to(engine.dtype)
-        library.put_canonical(CanonicalRecord(key=keys.canonical, kv=kv, layout=layout, **common))
+        library.put(CanonicalRecord(key=keys.canonical, kv=kv, layout=layout, **common))
         assert keys.embedding is not None
-        library.put_embedding(EmbeddingRecord(key=keys.embedding, embeddings=rows, **common))
+        library.put(EmbeddingRecord(key=keys.embedding, embeddings=rows, **common))
         for key in keys.parts or (keys.own_patch,):
             delta = torch.randn(shape, generator=generator)
             kind = PatchKind.pair if keys.parts else PatchKind.own
             patch = opened.linker.form.form(delta, layout, kind, engine.dtype)
-            library.put_patch(PatchRecord(key=key, patch=patch, layout=layout, **common))
+            library.put(PatchRecord(key=key, patch=patch, layout=layout, **common))
     library.flush()
 
 

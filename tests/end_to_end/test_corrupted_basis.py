@@ -61,7 +61,7 @@ def rewrite_patches(service: Service, change: Callable[[PatchRecord], PatchRecor
     keys = [item.key for item in contents(DiskTier(folder)).items if item.kind == "patch"]
     for record in [library.get_patch(key, "local") for key in keys]:
         assert record is not None
-        library.put_patch(change(record))
+        library.put(change(record))
     library.close()
 
 

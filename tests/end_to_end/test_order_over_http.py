@@ -138,7 +138,7 @@ def test_the_ingress_hears_of_patches_that_another_process_stores(service: Servi
     key = PatchForm().key(record.canonical, antecedent, PatchKind.own)
     other = replace(record, key=key, antecedent=antecedent, antecedents=("0" * 64,), prefix=prefix_key([1, 2, 3]))
     with Library(LibrarySettings(directory=service.root / "library"), record.fingerprint) as library:
-        library.put_patch(replace(other, patch=replace(record.patch, kind=PatchKind.own)))
+        library.put(replace(other, patch=replace(record.patch, kind=PatchKind.own)))
     service.wait_until(lambda: indexed(service) > before)
 
 

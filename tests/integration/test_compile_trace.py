@@ -179,7 +179,7 @@ def test_a_chunk_whose_embeddings_or_tokens_are_gone_is_skipped_with_the_reason(
     assert record is not None
     assert record.token_ids == tuple(rig.engine._llm.get_tokenizer().encode(Page(2).text, add_special_tokens=False))
     assert rig.library.delete("canonical", text.canonical, "local")
-    rig.library.put_canonical(replace(record, token_ids=None))  # as libraries of before have it
+    rig.library.put(replace(record, token_ids=None))  # as libraries of before have it
     rig.settle()
     planner = Planner(config_of(rig), Choice(min_uses=1, kind=Kind.sets))
     trace = planner.trace(read(log))

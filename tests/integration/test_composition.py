@@ -196,7 +196,7 @@ def corrupt(rig: Rig, keys: Sequence[str]) -> list[PatchRecord]:
             kept = sum(part.ranks[: MEASURED_LAYER + 1])
             turned = torch.cat([part.right[:kept], -4.0 * part.right[kept:].flip(1)])
             segments.append(replace(part, right=turned))
-        rig.library.put_patch(replace(record, patch=replace(record.patch, segments=tuple(segments))))
+        rig.library.put(replace(record, patch=replace(record.patch, segments=tuple(segments))))
     rig.settle()
     return honest
 
@@ -219,7 +219,7 @@ def test_sums_that_are_wrong_are_switched_off_alone_until_an_operator_allows_the
     assert own.points == ["patched"] * 3
 
     for record in honest:
-        rig.library.put_patch(record)
+        rig.library.put(record)
     rig.library.delete("patch", keys(rig).own_patch, "local")
     assert rig.fidelity.allow(OperatingPoint.COMPOSED)
     assert rig.link(SET).points == SUMMED

@@ -245,8 +245,8 @@ def test_what_is_stored_of_other_tokens_is_computed_and_stored_again(rig: Rig, c
     assert canonical[0] is not None
     assert patch is not None
     assert embedding is not None
-    rig.library.put_patch(replace(patch, key=keys[1].own_patch))  # fits the first page, which has another size
-    rig.library.put_canonical(replace(canonical[0], kv=canonical[0].kv[:, 1:]))
+    rig.library.put(replace(patch, key=keys[1].own_patch))  # fits the first page, which has another size
+    rig.library.put(replace(canonical[0], kv=canonical[0].kv[:, 1:]))
     with caplog.at_level(logging.WARNING):
         linked = rig.link(PAGES, "auto")
     assert linked.points == ["encoded", "encoded"]
@@ -255,7 +255,7 @@ def test_what_is_stored_of_other_tokens_is_computed_and_stored_again(rig: Rig, c
     assert caplog.text.count("does not fit it") == 1
     assert rig.link(PAGES, "auto").points == ["patched", "patched"]
 
-    rig.library.put_embedding(replace(embedding, embeddings=embedding.embeddings[1:]))
+    rig.library.put(replace(embedding, embeddings=embedding.embeddings[1:]))
     again = rig.link(PAGES, "exact")
     assert again.points == ["recomputed", "encoded"]
     assert difference(again.logprobs, exact.logprobs) < 1e-4
@@ -266,7 +266,7 @@ def test_canonical_kv_of_other_tokens_is_stored_again_where_no_patch_asked_for_i
     plan = rig.link(ALONE, "auto").plan
     stored = rig.library.get_canonical(plan.chunks[0].keys.canonical, "local")
     assert stored is not None
-    rig.library.put_canonical(replace(stored, kv=stored.kv[:, 1:]))
+    rig.library.put(replace(stored, kv=stored.kv[:, 1:]))
     rig.link(PAGES[::-1], "auto")
     assert rig.link(PAGES[::-1], "auto").points == ["patched", "patched"]
 

@@ -12,7 +12,7 @@ import pytest
 from rig import MIXED, Rig, all_free, fill
 from waiting import wait_for
 
-from kvstore.records.record import RecordKind
+from kvstore.records.record import CanonicalRecord, Record, RecordKind
 from prefill_workers.modes import Text
 from prefill_workers.protocol import LinkResult
 from prefill_workers.scheduler.loop_stats import drain
@@ -155,11 +155,14 @@ def test_a_link_that_began_before_a_deletion_teaches_nothing_of_it_and_a_later_o
 
 def test_what_cannot_be_kept_costs_a_patch_not_a_request(make_rig: Callable[..., Rig], monkeypatch):
     rig = make_rig()
+    put = rig.library.put
 
-    def broken(record) -> None:
-        raise OSError("injected: disk full")
+    def broken(record: Record) -> None:
+        if isinstance(record, CanonicalRecord):
+            raise OSError("injected: disk full")
+        put(record)
 
-    monkeypatch.setattr(rig.library, "put_canonical", broken)
+    monkeypatch.setattr(rig.library, "put", broken)
     assert rig.link(MIXED[1]).points == ["encoded"]
     assert rig.loop.stats().harvest_failures > 0
     assert rig.link(MIXED[1]).points == ["recomputed"]

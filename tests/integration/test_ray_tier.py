@@ -162,7 +162,7 @@ def test_what_one_worker_stores_every_worker_finds(cluster: Cluster, second_node
     settings = LibrarySettings(directory=tmp_path / "one node's disk")
     record = canonical(tokens=2000)
     with Library(settings, FINGERPRINT) as library:
-        library.put_canonical(record)
+        library.put(record)
         library.flush()
         names = list(library.stats().tier_bytes)
     assert names == ["object-store", "disk"]
@@ -216,7 +216,7 @@ def test_a_library_survives_its_directory(cluster: Cluster, tmp_path: Path) -> N
     settings = LibrarySettings(directory=tmp_path, memory_bytes=0)
     record = canonical(tokens=2000)
     with Library(settings, FINGERPRINT) as library:
-        library.put_canonical(record)
+        library.put(record)
         library.flush()
         end(directory_name(settings))
         found = library.get_canonical(record.key, record.tenant)

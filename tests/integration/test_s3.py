@@ -85,7 +85,7 @@ def big(value: float = 1.0) -> CanonicalRecord:
 
 
 def put(library: Library, record: CanonicalRecord) -> None:
-    library.put_canonical(record)
+    library.put(record)
     assert library.flush(60)
 
 
@@ -273,7 +273,7 @@ def test_a_server_that_dies_and_comes_back(
 def test_a_server_killed_during_an_upload_has_all_of_it_or_nothing(library: OpenLibrary, server: S3Server) -> None:
     record = replace(big(), kv=torch.randn(3, 1 << 17, 32))
     writer = library()
-    writer.put_canonical(record)
+    writer.put(record)
     server.kill()
     assert writer.flush(60)
     server.start()

@@ -52,7 +52,7 @@ def corrupt(rig: Rig) -> list[PatchRecord]:
     honest = stored_patches(rig)
     for record in honest:
         wrong = tuple(replace(part, right=turned(part.right)) for part in record.patch.segments)
-        rig.library.put_patch(replace(record, patch=replace(record.patch, segments=wrong)))
+        rig.library.put(replace(record, patch=replace(record.patch, segments=wrong)))
     rig.settle()
     return honest
 
@@ -95,7 +95,7 @@ def test_a_corrupted_patch_basis_is_switched_off_until_an_operator_allows_it(
     assert status(rig).checks == 2
 
     for record in honest:
-        rig.library.put_patch(record)
+        rig.library.put(record)
     assert rig.fidelity.allow(OperatingPoint.PATCHED)
     assert rig.link(PAGES).points == ["patched", "patched"]
     now = status(rig)

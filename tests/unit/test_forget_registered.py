@@ -24,7 +24,9 @@ WALKERS = {"CacheGroup", "ForgetRegistry"}
 IN_FLIGHT = "what requests and steps under way hold, and no longer than they last"
 COUNTS = "numbers and names, no content"
 KEEPS_NOTHING_DELETED = {
+    "AnswerPulls": IN_FLIGHT + ": what is read under way; what was forgotten meanwhile is not named",
     "AnswerStream": IN_FLIGHT,
+    "DecodeEngine": IN_FLIGHT + ": answers that are handed back",
     "DeviceCache": "copies of records in the library's memory, which end with them",
     "DeviceTimer": IN_FLIGHT + ": times of calls",
     "RankCalls": IN_FLIGHT + ": times of calls",
@@ -32,6 +34,7 @@ KEEPS_NOTHING_DELETED = {
     "BlockPool": IN_FLIGHT,
     "Compactor": IN_FLIGHT + ": importance of tokens by link",
     "EncodeQueue": IN_FLIGHT,
+    "EndedPulls": IN_FLIGHT + ": names of pulls",
     "LinkLease": IN_FLIGHT + ": choices of an answer that were pulled",
     "LinkedEngineClient": IN_FLIGHT + ": answers that prefill workers are being told of",
     "FileSearch": IN_FLIGHT,

@@ -53,12 +53,12 @@ def test_a_survivor_on_another_node_has_what_only_the_leaver_had(make_library: M
     leaver, survivor = (make_library(DiskTier(tmp_path / name)) for name in ("a", "b"))
     page, known = canonical("page", recompute_seconds=1.0), canonical("known", recompute_seconds=9.0)
     records = [page, patch_of(page, ["before"]), embedding_of(page), session_of(page)]
-    leaver.put_canonical(page)
-    leaver.put_patch(records[1])
-    leaver.put_embedding(records[2])
-    leaver.put_session(records[3])
+    leaver.put(page)
+    leaver.put(records[1])
+    leaver.put(records[2])
+    leaver.put(records[3])
     for library in (leaver, survivor):
-        library.put_canonical(known)
+        library.put(known)
     survivor.flush()
     done = handed_over(leaver, siblings := Local(survivor))
     leaver.close()
@@ -86,19 +86,19 @@ def test_what_a_tier_that_outlives_it_has_stays_there(
     make_library: MakeLibrary, tier: type[Tier], lifetime: Lifetime, records: int
 ):
     leaver, survivor = make_library(tier()), make_library(MemoryTier())
-    leaver.put_canonical(canonical())
+    leaver.put(canonical())
     assert handed_over(leaver, Local(survivor), lifetime).records == records
 
 
 def test_what_a_tier_did_not_take_is_at_stake_until_it_does(make_library: MakeLibrary):
     broken = FaultyTier(Store(), "put")
     library = make_library(broken)
-    library.put_canonical(canonical(recompute_seconds=0.5))
+    library.put(canonical(recompute_seconds=0.5))
     library.flush()
     assert at_stake(library, Lifetime.STORE, SIZE) == 0.5, "sooner computed than moved"
     assert at_stake(library, Lifetime.STORE, 10 * SIZE) == pytest.approx(0.1)
     sound = make_library(Store())
-    sound.put_canonical(canonical(recompute_seconds=0.5))
+    sound.put(canonical(recompute_seconds=0.5))
     sound.flush()
     assert at_stake(sound, Lifetime.STORE, SIZE) == 0.0
 
@@ -106,7 +106,7 @@ def test_what_a_tier_did_not_take_is_at_stake_until_it_does(make_library: MakeLi
 def test_a_record_that_was_loaded_from_a_tier_is_no_stake(make_library: MakeLibrary):
     tier = Store()
     first = make_library(tier)
-    first.put_canonical(canonical())
+    first.put(canonical())
     first.close()
     again = make_library(tier)
     assert again.get_canonical(canonical().key, "acme") is not None
@@ -120,8 +120,8 @@ def test_the_worthiest_go_first_with_all_that_belongs_to_their_content(
     leaver, survivor = make_library(MemoryTier()), make_library(MemoryTier())
     cheap, dear = canonical("cheap", recompute_seconds=1.0), canonical("dear", recompute_seconds=50.0)
     for record in (cheap, dear):
-        leaver.put_canonical(record)
-    leaver.put_patch(patch_of(dear))  # worth little by itself
+        leaver.put(record)
+    leaver.put(patch_of(dear))  # worth little by itself
     siblings = Local(survivor)
     assert handed_over(leaver, siblings).records == 3
     assert [dear.key in siblings.batches[0][0], "/patch/" in siblings.batches[1][0]] == [True, True]
@@ -132,7 +132,7 @@ def test_a_deadline_ends_it_and_what_was_given_stays_given(make_library: MakeLib
     monkeypatch.setattr(handing, "PARCEL_BYTES", 1)
     leaver, survivor = make_library(MemoryTier()), make_library(MemoryTier())
     for name in ("a", "b", "c", "d"):
-        leaver.put_canonical(canonical(name, recompute_seconds=1.0))
+        leaver.put(canonical(name, recompute_seconds=1.0))
     leaver.flush()
     slow = Local(survivor, delay_s=0.2)
     done = asyncio.run(hand_over(leaver, Lifetime.STORE, slow, time.monotonic() + 0.5))
@@ -146,7 +146,7 @@ def test_without_siblings_nothing_is_handed_over_and_nothing_fails(make_library:
             raise ConnectionError("they are going, too")
 
     leaver = make_library(MemoryTier())
-    leaver.put_canonical(canonical())
+    leaver.put(canonical())
     for siblings in (Local(), Gone()):
         assert handed_over(leaver, siblings) == HandedOver(left=1)
 
@@ -156,7 +156,7 @@ def test_deleted_content_and_damaged_or_foreign_records_are_not_adopted(make_lib
     other = make_library(fingerprint="other@1")
     kept, deleted = canonical("kept"), canonical("deleted")
     for record in (kept, deleted):
-        leaver.put_canonical(record)
+        leaver.put(record)
     survivor.delete_content(deleted.content, "acme")  # the leaver is told of no deletion any more
     siblings = Local(survivor)
     handed_over(leaver, siblings)
@@ -173,13 +173,13 @@ def test_adopted_records_do_not_push_out_what_is_worth_more(make_library: MakeLi
     survivor = make_library(MemoryTier(), memory_bytes=2 * SIZE)
     own = [canonical(name, recompute_seconds=5.0) for name in ("own-1", "own-2")]
     for record in own:
-        survivor.put_canonical(record)
+        survivor.put(record)
     less, more = canonical("less", recompute_seconds=1.0), canonical("more", recompute_seconds=500.0)
-    survivor.adopt(less, 10.0)
+    survivor.put(less, 10.0)
     survivor.flush()
     assert not survivor.is_resident("canonical", less.key, "acme")
     assert all(survivor.is_resident("canonical", record.key, "acme") for record in own)
     assert survivor.get_canonical(less.key, "acme") is not None, "its tiers have it all the same"
-    survivor.adopt(more, 1.0)
+    survivor.put(more, 1.0)
     survivor.flush()
     assert survivor.is_resident("canonical", more.key, "acme")

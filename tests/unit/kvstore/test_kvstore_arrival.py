@@ -83,7 +83,7 @@ def record() -> CanonicalRecord:
 def stored(record: CanonicalRecord) -> MemoryTier:
     tier = MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     return tier
 
 

@@ -68,7 +68,7 @@ def catalogue(tmp_path: Path) -> PatchCatalogue:
 
 def store(library: Library, *records: PatchRecord) -> None:
     for record in records:
-        library.put_patch(record)
+        library.put(record)
     library.flush()
 
 

@@ -26,7 +26,7 @@ from kvstore.tiers.paths import MARKERS, path_of, sorted_out
 def test_a_deleted_record_is_gone_everywhere(make_library: MakeLibrary) -> None:
     tiers, record = [MemoryTier("one"), MemoryTier("two")], canonical()
     library = make_library(*tiers)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     assert library.delete("canonical", record.key, "acme")
     assert not library.delete("canonical", record.key, "acme")
@@ -37,7 +37,7 @@ def test_a_deleted_record_is_gone_everywhere(make_library: MakeLibrary) -> None:
 def test_a_deleted_record_leaves_no_markers(make_library: MakeLibrary) -> None:
     tier, record = MemoryTier(), canonical()
     library = make_library(tier)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     assert list(tier.keys(MARKERS))
     library.delete("canonical", record.key, "acme")
@@ -49,7 +49,7 @@ def test_old_markers_of_what_this_process_never_had_are_swept(
 ) -> None:
     tier, record = MemoryTier("remote"), canonical()
     library = make_library(tier)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     tier.delete(path_of(record))
     assert library.sweep_markers() == 0, "its record may be on its way"
@@ -62,9 +62,9 @@ def test_deleting_overtakes_a_write_under_way(make_library: MakeLibrary) -> None
     slow = HeldTier(MemoryTier(), "put")
     library = make_library(slow)
     being_written, waiting = canonical("a"), canonical("b")
-    library.put_canonical(being_written)
+    library.put(being_written)
     assert slow.entered.wait(5)
-    library.put_canonical(waiting)
+    library.put(waiting)
     assert library.delete("canonical", waiting.key, "acme")
     assert library.get_canonical(waiting.key, "acme") is None
     with ThreadPoolExecutor(1) as other:
@@ -80,7 +80,7 @@ def test_a_deletion_that_cannot_undo_a_write_under_way_says_so(make_library: Mak
     stubborn = FaultyTier(MemoryTier(), "delete")
     slow, record = HeldTier(stubborn, "put"), canonical()
     library = make_library(slow)
-    library.put_canonical(record)
+    library.put(record)
     assert slow.entered.wait(5)
     with ThreadPoolExecutor(1) as other:
         deleted = other.submit(library.delete_content, record.content, "acme")
@@ -96,7 +96,7 @@ def test_a_deletion_that_cannot_undo_a_write_under_way_says_so(make_library: Mak
 def test_deleting_overtakes_a_load_under_way(make_library: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     slow = HoldsWhatItRead(tier)
     library = make_library(slow, load_timeout_s=5)
     loading = library.load("canonical", record.key, "acme")
@@ -115,7 +115,7 @@ def test_deleting_content_takes_all_that_derives_from_it(make_library: MakeLibra
     kept: list[Record] = [other, patch_of(other), canonical("page", tenant="rival")]
     library = make_library(DiskTier(tmp_path / "one"), MemoryTier("two"))
     for record in (*of_page, *kept):
-        library._put(record)
+        library.put(record)
     library.flush()
     assert library.delete_content(page.content, "acme") == len(of_page)
     for tier in (DiskTier(tmp_path / "one"), library._stack.tiers[1]):
@@ -131,13 +131,13 @@ def test_deleting_content_reaches_what_another_process_stored_and_what_is_still_
 ) -> None:
     tier = HeldTier(MemoryTier())
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
-        writer.put_canonical(canonical("page"))
-        writer.put_patch(patch_of(canonical("other"), ["some page", canonical("page").content]))
+        writer.put(canonical("page"))
+        writer.put(patch_of(canonical("other"), ["some page", canonical("page").content]))
     with Library(LibrarySettings(), "another-model", [tier]) as writer:
-        writer.put_canonical(canonical("page", fingerprint="another-model"))
+        writer.put(canonical("page", fingerprint="another-model"))
     library = make_library(tier)
     tier.held = {"put"}
-    library.put_patch(patch_of(canonical("page")))
+    library.put(patch_of(canonical("page")))
     assert library.delete_content(canonical("page").content, "acme") == 4
     tier.release.set()
     library.flush()
@@ -149,22 +149,22 @@ def test_what_a_request_under_way_derives_from_deleted_content_is_not_kept(make_
     library = make_library(tier)
     library.delete_content(page.content, "acme")
     for late in (page, patch_of(other, [page.content]), embedding_of(page)):
-        library._put(late)
+        library.put(late)
     for kept in (other, canonical("page", tenant="rival")):
-        library._put(kept)
+        library.put(kept)
     library.flush()
     assert stored(tier) == {other.key, canonical("page", tenant="rival").key}
     assert library.get_canonical(page.key, "acme") is None
     again = make_library(tier, deletion_grace_s=0)
     again.delete_content(page.content, "acme")
-    again.put_canonical(page)
+    again.put(page)
     assert again.get_canonical(page.key, "acme") is page
 
 
 def test_a_load_that_begins_while_a_tier_still_deletes_is_a_miss(make_library: MakeLibrary) -> None:
     page, near, far = canonical("page"), HeldTier(MemoryTier("near"), "delete"), MemoryTier("far")
     with Library(LibrarySettings(), FINGERPRINT, [far]) as writer:
-        writer.put_canonical(page)
+        writer.put(page)
     library = make_library(near, far, load_timeout_s=5)
     deleting = threading.Thread(target=library.delete_content, args=(page.content, "acme"))
     deleting.start()
@@ -181,9 +181,9 @@ def test_a_load_that_begins_while_a_tier_still_deletes_is_a_miss(make_library: M
 def test_what_waits_to_be_written_when_its_content_is_deleted_is_not_written(make_library: MakeLibrary) -> None:
     page, other, tier = canonical("page"), canonical("other"), HeldTier(MemoryTier(), "put")
     library = make_library(tier)
-    library.put_canonical(other)
+    library.put(other)
     assert tier.entered.wait(5)
-    library.put_canonical(page)
+    library.put(page)
     library._deletions.note(page.content, "acme")  # a deletion's first step
     tier.release.set()
     library.flush()
@@ -206,7 +206,7 @@ def test_what_is_put_while_a_deletion_begins_does_not_stay(
         return answer
 
     monkeypatch.setattr(library._deletions, "covers", covers_then_deletes)
-    library.put_canonical(page)
+    library.put(page)
     deleting.join(5)
     library.flush()
     assert library.get_canonical(page.key, "acme") is None
@@ -217,7 +217,7 @@ def test_deleting_tells_when_a_tier_could_not_be_reached(make_library: MakeLibra
     record, tier = canonical(), FaultyTier(MemoryTier("far"))
     near = MemoryTier("near")
     library = make_library(near, tier)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     tier.failing = {"delete"}
     with pytest.raises(TierUnavailable):
@@ -235,7 +235,7 @@ def test_a_tier_that_cannot_be_reached_keeps_no_content_in_the_others(make_libra
     near, lost, far = MemoryTier("near"), FaultyTier(MemoryTier("lost")), MemoryTier("far")
     library = make_library(near, lost, far)
     for record in records:
-        library._put(record)
+        library.put(record)
     library.flush()
     lost.failing = {failing}
     with pytest.raises(TierUnavailable):
@@ -250,7 +250,7 @@ def test_a_tier_that_cannot_be_reached_keeps_no_content_in_the_others(make_libra
 def test_markers_of_a_record_that_was_moved_aside_are_kept_for_its_deletion(make_library: MakeLibrary) -> None:
     tier, record = MemoryTier(), canonical()
     library = make_library(tier)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     markers = set(tier.keys(MARKERS))
     tier.quarantine(path_of(record))

@@ -26,7 +26,7 @@ def test_memory_is_bounded_and_keeps_what_was_used_last(make_library: MakeLibrar
     library = make_library(MemoryTier(), memory_bytes=3 * SIZE)
     records = [canonical(name) for name in "abcdef"]
     for record in records:
-        library.put_canonical(record)
+        library.put(record)
         assert library.stats().bytes <= 3 * SIZE
     assert library.stats().evictions >= 3
     library.flush()
@@ -37,15 +37,15 @@ def test_memory_is_bounded_and_keeps_what_was_used_last(make_library: MakeLibrar
 def test_pinned_records_stay_in_memory(make_library: MakeLibrary) -> None:
     library = make_library(MemoryTier(), memory_bytes=2 * SIZE)
     pinned = canonical("pinned")
-    library.put_canonical(pinned)
+    library.put(pinned)
     with library.pin([pinned.key]), library.pin([pinned.key]):
         for name in "abcdef":
-            library.put_canonical(canonical(name))
+            library.put(canonical(name))
         library.flush()
         assert library.get_canonical(pinned.key, "acme") is pinned
         assert library.stats().bytes <= 2 * SIZE
     for name in "ghi":
-        library.put_canonical(canonical(name))
+        library.put(canonical(name))
     library.flush()
     assert library.get_canonical(pinned.key, "acme") is not pinned
 
@@ -89,7 +89,7 @@ def test_a_finalizer_may_let_go_of_pins_in_a_thread_that_holds_the_librarys_lock
 
 def test_a_record_larger_than_memory_is_only_persisted(make_library: MakeLibrary) -> None:
     library = make_library(MemoryTier(), memory_bytes=SIZE - 1)
-    library.put_canonical(canonical())
+    library.put(canonical())
     library.flush()
     assert library.stats().bytes == 0
     assert library.get_canonical(canonical().key, "acme") is not None
@@ -98,9 +98,9 @@ def test_a_record_larger_than_memory_is_only_persisted(make_library: MakeLibrary
 def test_one_tenant_cannot_crowd_out_another(make_library: MakeLibrary) -> None:
     library = make_library(MemoryTier(), memory_bytes=6 * SIZE, tenant_memory_bytes=2 * SIZE)
     quiet = canonical("quiet", tenant="quiet")
-    library.put_canonical(quiet)
+    library.put(quiet)
     for number in range(20):
-        library.put_canonical(canonical(f"n{number}", tenant="greedy"))
+        library.put(canonical(f"n{number}", tenant="greedy"))
     assert library.get_canonical(quiet.key, "quiet") is quiet
     assert library.stats().bytes <= 3 * SIZE
 
@@ -145,7 +145,7 @@ def test_a_tier_evicts_once_for_a_record_that_passes_both_limits(there: list[int
 def file_size(tier_type: type[MemoryTier] = MemoryTier) -> int:
     tier = tier_type()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as library:
-        library.put_canonical(canonical())
+        library.put(canonical())
     return tier.size_bytes()
 
 
@@ -153,7 +153,7 @@ def test_a_tier_is_bounded_and_keeps_its_markers_in_step(make_library: MakeLibra
     size, tier = file_size(), MemoryTier()
     library = make_library(tier, disk_bytes=4 * size, memory_bytes=0)
     for number in range(20):
-        library.put_canonical(canonical(f"n{number}"))
+        library.put(canonical(f"n{number}"))
         library.flush()
         assert tier.size_bytes() <= 4 * size
     assert 1 <= len(stored(tier)) <= 4
@@ -166,9 +166,9 @@ def test_a_tier_gives_up_what_is_cheap_to_recompute_first(make_library: MakeLibr
     size, tier = file_size(), MemoryTier()
     library = make_library(tier, disk_bytes=5 * size)
     dear = canonical("dear", recompute_seconds=100.0)
-    library.put_canonical(dear)
+    library.put(dear)
     for number in range(20):
-        library.put_canonical(canonical(f"n{number}", recompute_seconds=0.001))
+        library.put(canonical(f"n{number}", recompute_seconds=0.001))
         library.flush()
     assert dear.key in stored(tier)
 
@@ -179,7 +179,7 @@ def test_a_tier_spares_pinned_records_and_drops_the_write_instead(make_library: 
     records = [canonical(name) for name in "ab"]
     with library.pin([record.key for record in records]):
         for record in (*records, canonical("c")):
-            library.put_canonical(record)
+            library.put(record)
             library.flush()
         assert stored(tier) == {record.key for record in records}
         assert library.stats().dropped_writes == 1
@@ -188,9 +188,9 @@ def test_a_tier_spares_pinned_records_and_drops_the_write_instead(make_library: 
 def test_a_tenants_share_of_a_tier_is_bounded(make_library: MakeLibrary) -> None:
     size, tier = file_size(), MemoryTier()
     library = make_library(tier, disk_bytes=100 * size, tenant_bytes=3 * size)
-    library.put_canonical(canonical("quiet", tenant="quiet"))
+    library.put(canonical("quiet", tenant="quiet"))
     for number in range(12):
-        library.put_canonical(canonical(f"n{number}", tenant="greedy"))
+        library.put(canonical(f"n{number}", tenant="greedy"))
         library.flush()
     assert canonical("quiet", tenant="quiet").key in stored(tier)
     assert len(stored(tier)) <= 4
@@ -211,11 +211,11 @@ def test_writers_that_do_not_see_each_other_keep_the_bound_in_any_order(writes: 
 def test_quarantined_records_go_before_sound_ones(make_library: MakeLibrary) -> None:
     size, tier = file_size(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
-        writer.put_canonical(canonical("bad"))
-        writer.put_canonical(canonical("good"))
+        writer.put(canonical("bad"))
+        writer.put(canonical("good"))
     tier.quarantine(path_of(canonical("bad")))
     library = make_library(tier, disk_bytes=tier.size_bytes() + size // 2)
-    library.put_canonical(canonical("new"))
+    library.put(canonical("new"))
     library.flush()
     assert list(tier.keys("quarantine/")) == []
     assert stored(tier) == {canonical("good").key, canonical("new").key}
@@ -261,16 +261,16 @@ def test_a_full_tier_has_the_price_of_what_went_last(make_library: MakeLibrary) 
     size, tier = file_size(), MemoryTier()
     library = make_library(tier, disk_bytes=20 * size, memory_bytes=0)
     for number in range(20):
-        library.put_canonical(canonical(f"n{number}", recompute_seconds=1.0))
+        library.put(canonical(f"n{number}", recompute_seconds=1.0))
         library.flush()
     assert library.price("acme") == 0, "there was room for all"
     for number in range(20, 24):
-        library.put_canonical(canonical(f"n{number}", recompute_seconds=1.0))
+        library.put(canonical(f"n{number}", recompute_seconds=1.0))
         library.flush()
     assert 0 < library.price("acme") < 1.1 * worth(1.0, size, 0)
     for key in list(tier.keys("records/")):
         tier.delete(key)
-    library.put_canonical(canonical("again"))
+    library.put(canonical("again"))
     library.flush()
     assert library.price("acme") == 0, "there is room again"
 
@@ -279,7 +279,7 @@ def test_a_tenants_own_limit_is_the_price_of_its_own_records_alone(make_library:
     size = file_size()
     library = make_library(MemoryTier(), tenant_bytes=20 * size, memory_bytes=0)
     for number in range(24):
-        library.put_canonical(canonical(f"n{number}", tenant="greedy", recompute_seconds=1.0))
+        library.put(canonical(f"n{number}", tenant="greedy", recompute_seconds=1.0))
         library.flush()
     assert library.price("greedy") > 0
     assert library.price("quiet") == 0

@@ -193,7 +193,7 @@ def test_a_sound_record_that_is_not_the_one_asked_for_is_moved_aside_and_stored_
         stats = library.stats()
         assert (stats.corrupt, stats.quarantined, stats.misses) == (1, 1, 1)
         assert not file.exists()
-        library.put_canonical(record)
+        library.put(record)
     with Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as library:
         found = library.get_canonical(record.key, "acme")
         assert found is not None
@@ -219,7 +219,7 @@ def write(directory, life):
         names = [f"{life}-{number}-{part}" for part in "abc"]
         records = [canonical(name, tokens=400) for name in names]
         for record in records:
-            library.put_canonical(record)
+            library.put(record)
         library.flush()
         say("stored", *names)
         if number % 2:

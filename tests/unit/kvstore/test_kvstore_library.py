@@ -31,7 +31,7 @@ from kvstore.tiers.write_behind import WriteBehind
 def test_a_record_is_there_at_once_and_after_a_restart(make_library: MakeLibrary) -> None:
     record = canonical()
     library = make_library()
-    library.put_canonical(record)
+    library.put(record)
     assert library.get_canonical(record.key, "acme") is record
     library.close()
 
@@ -48,9 +48,9 @@ def test_a_record_is_there_at_once_and_after_a_restart(make_library: MakeLibrary
 def test_the_three_kinds_do_not_mix(make_library: MakeLibrary) -> None:
     library, record = make_library(), canonical()
     patch, embedding = patch_of(record), embedding_of(record)
-    library.put_canonical(record)
-    library.put_patch(patch)
-    library.put_embedding(embedding)
+    library.put(record)
+    library.put(patch)
+    library.put(embedding)
     assert library.get_patch(patch.key, "acme") is patch
     assert library.get_embedding(embedding.key, "acme") is embedding
     assert library.get_patch(record.key, "acme") is None
@@ -68,7 +68,7 @@ def test_absent_record_is_a_counted_miss(make_library: MakeLibrary) -> None:
 def test_another_tenant_sees_nothing(make_library: MakeLibrary) -> None:
     record = canonical()
     for library in (make_library(), make_library()):
-        library.put_canonical(record)
+        library.put(record)
         library.flush()
         assert library.get_canonical(record.key, "rival") is None
         assert not library.has("canonical", record.key, "rival")
@@ -80,9 +80,9 @@ def test_another_tenant_sees_nothing(make_library: MakeLibrary) -> None:
 def test_another_models_records_are_neither_taken_nor_given(make_library: MakeLibrary) -> None:
     record, other = canonical(), make_library(fingerprint="other-model@1")
     with pytest.raises(StoreError, match="fingerprint"):
-        other.put_canonical(record)
+        other.put(record)
     library = make_library()
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     assert other.get_canonical(record.key, "acme") is None
 
@@ -97,7 +97,7 @@ def test_a_record_is_found_while_it_waits_to_be_written(make_library: MakeLibrar
     slow = HeldTier(MemoryTier(), "put")
     library = make_library(slow, memory_bytes=0)  # nothing fits in memory, so only the queue can answer
     record = canonical()
-    library.put_canonical(record)
+    library.put(record)
     assert slow.entered.wait(5)
     assert library.get_canonical(record.key, "acme") is record
     assert library.has("canonical", record.key, "acme")
@@ -111,7 +111,7 @@ def test_a_record_is_found_while_it_waits_to_be_written(make_library: MakeLibrar
 def test_flush_waits_for_the_tier(make_library: MakeLibrary) -> None:
     slow = HeldTier(MemoryTier(), "put")
     library = make_library(slow)
-    library.put_canonical(canonical())
+    library.put(canonical())
     assert not library.flush(0.05)
     slow.release.set()
     assert library.flush(5)
@@ -122,10 +122,10 @@ def test_a_full_queue_drops_the_write_and_counts_it(make_library: MakeLibrary) -
     slow = HeldTier(MemoryTier(), "put")
     library = make_library(slow, write_queue_items=1)
     records = [canonical(name) for name in "abc"]
-    library.put_canonical(records[0])
+    library.put(records[0])
     assert slow.entered.wait(5)  # the first is being written, the second waits, the third finds no place
-    library.put_canonical(records[1])
-    library.put_canonical(records[2])
+    library.put(records[1])
+    library.put(records[2])
     assert library.stats().dropped_writes == 1
     assert library.get_canonical(records[2].key, "acme") is records[2]
     slow.release.set()
@@ -137,10 +137,10 @@ def test_a_record_larger_than_the_queue_is_written_where_none_waits(make_library
     slow = HeldTier(MemoryTier(), "put")
     library = make_library(slow, write_queue_bytes=1)
     records = [canonical(name) for name in "abc"]
-    library.put_canonical(records[0])
+    library.put(records[0])
     assert slow.entered.wait(5)
-    library.put_canonical(records[1])
-    library.put_canonical(records[2])
+    library.put(records[1])
+    library.put(records[2])
     assert library.stats().dropped_writes == 1
     slow.release.set()
     library.flush()
@@ -152,7 +152,7 @@ def test_a_slow_tier_keeps_nothing_from_the_others(make_library: MakeLibrary) ->
     library = make_library(near, slow, write_queue_items=1)
     records = [canonical(name) for name in "abc"]
     for record in records:
-        library.put_canonical(record)
+        library.put(record)
         wait_until(lambda record=record: record.key in stored(near))
         assert slow.entered.wait(5)
     assert library.stats().dropped_writes == 1, "of the far one"
@@ -168,7 +168,7 @@ def test_what_could_not_be_written_before_the_end_is_told(
     near, slow = MemoryTier("near"), HeldTier(MemoryTier("far"), "put")
     library = make_library(near, slow)
     for name in "abc":
-        library.put_canonical(canonical(name))
+        library.put(canonical(name))
     library.close(0.5)
     assert len(stored(near)) == 3
     assert [record.getMessage() for record in caplog.records] == ["far: 3 records were not persisted in time"]
@@ -178,9 +178,9 @@ def test_what_could_not_be_written_before_the_end_is_told(
 def test_putting_again_replaces(make_library: MakeLibrary) -> None:
     library = make_library()
     old, new = canonical(), canonical(kv=torch.ones_like(canonical().kv))
-    library.put_canonical(old)
+    library.put(old)
     library.flush()
-    library.put_canonical(new)
+    library.put(new)
     library.flush()
     library.close()
     loaded = make_library().get_canonical(old.key, "acme")
@@ -194,7 +194,7 @@ def test_putting_again_replaces(make_library: MakeLibrary) -> None:
 def test_a_load_reads_the_nearest_tier_and_copies_to_nearer_ones(make_library: MakeLibrary, tmp_path: Path) -> None:
     near, far, record = MemoryTier("near"), MemoryTier("far"), canonical()
     with Library(LibrarySettings(), FINGERPRINT, [far]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     library = make_library(near, far)
     assert library.get_canonical(record.key, "acme") is not None
     library.flush()
@@ -207,7 +207,7 @@ def test_a_load_reads_the_nearest_tier_and_copies_to_nearer_ones(make_library: M
 def test_every_tier_gets_a_copy(make_library: MakeLibrary) -> None:
     tiers = [MemoryTier("one"), MemoryTier("two")]
     library = make_library(*tiers)
-    library.put_canonical(canonical())
+    library.put(canonical())
     library.flush()
     assert [stored(tier) for tier in tiers] == [{canonical().key}] * 2
     assert library.stats().writes == 2
@@ -217,11 +217,11 @@ def test_every_tier_gets_a_copy(make_library: MakeLibrary) -> None:
 def test_only_what_the_farthest_tier_holds_is_persisted(make_library: MakeLibrary) -> None:
     record, near, far = canonical(), MemoryTier("near"), FaultyTier(MemoryTier("far"))
     with Library(LibrarySettings(), FINGERPRINT, [near]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     library = make_library(near, far, tier_failures=2, tier_cooldown_s=3600)
     assert library.has("canonical", record.key, "acme")
     assert not library.persisted("canonical", record.key, "acme")
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     assert library.persisted("canonical", record.key, "acme")
     assert not library.persisted("canonical", record.key, "other")
@@ -236,14 +236,14 @@ def test_a_load_does_not_take_the_place_of_what_was_put_meanwhile(make_library: 
     near, middle, far = HeldTier(MemoryTier("near"), "put"), HeldTier(MemoryTier("middle"), "get"), MemoryTier("far")
     record = canonical()
     with Library(LibrarySettings(), FINGERPRINT, [middle.inner]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     library = make_library(near, middle, far)
     loading = library.load("canonical", record.key, "acme")
     assert middle.entered.wait(5)
-    library.put_canonical(canonical("other"))
+    library.put(canonical("other"))
     assert near.entered.wait(5)
     newer = replace(record, recompute_seconds=7.0)
-    library.put_canonical(newer)  # waits behind the other
+    library.put(newer)  # waits behind the other
     assert library.load("canonical", record.key, "acme").result(0) is newer, "nobody waits for a tier that hangs"
     middle.release.set()
     assert loading.result(5) is not None
@@ -256,7 +256,7 @@ def test_a_load_does_not_take_the_place_of_what_was_put_meanwhile(make_library: 
 def test_simultaneous_loads_share_one_read(make_library: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     slow = HeldTier(tier, "get")
     library = make_library(slow, load_timeout_s=10)
     with ThreadPoolExecutor(8) as pool:
@@ -276,7 +276,7 @@ def test_simultaneous_loads_share_one_read(make_library: MakeLibrary) -> None:
 def test_a_damaged_record_is_moved_aside_and_counted(make_library: MakeLibrary, tmp_path: Path, where: str) -> None:
     record = canonical()
     library = make_library()
-    library.put_canonical(record)
+    library.put(record)
     library.close()
     path = tmp_path / "library" / path_of(record)
     content = bytearray(path.read_bytes())
@@ -291,7 +291,7 @@ def test_a_damaged_record_is_moved_aside_and_counted(make_library: MakeLibrary, 
     assert (stats.corrupt, stats.quarantined, stats.misses) == (1, 1, 2)
     assert not path.exists()
     assert (tmp_path / "library" / "quarantine" / path_of(record)).exists()
-    again.put_canonical(record)  # computed again: the library heals
+    again.put(record)  # computed again: the library heals
     again.flush()
     again.close()
     assert make_library().get_canonical(record.key, "acme") is not None
@@ -300,7 +300,7 @@ def test_a_damaged_record_is_moved_aside_and_counted(make_library: MakeLibrary, 
 def test_a_record_in_anothers_place_is_not_believed(make_library: MakeLibrary, tmp_path: Path) -> None:
     mine, theirs = canonical(tenant="acme"), canonical(tenant="rival")
     library = make_library()
-    library.put_canonical(mine)
+    library.put(mine)
     library.close()
     root = tmp_path / "library"
     target = root / path_of(theirs)
@@ -314,7 +314,7 @@ def test_a_record_in_anothers_place_is_not_believed(make_library: MakeLibrary, t
 def test_a_sound_copy_further_away_replaces_a_damaged_one(make_library: MakeLibrary) -> None:
     record, near, far = canonical(), MemoryTier("near"), MemoryTier("far")
     with Library(LibrarySettings(), FINGERPRINT, [near, far]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     near.put(path_of(record), [pa.py_buffer(b"garbage")])
     library = make_library(near, far)
     assert library.get_canonical(record.key, "acme") is not None
@@ -336,7 +336,7 @@ def test_many_threads_on_few_records_never_see_a_wrong_one(make_library: MakeLib
             record = records[name]
             action = (seed + step) % 5
             if action == 0:
-                library.put_canonical(record)
+                library.put(record)
             elif action == 1 and step % 20 == 1:
                 library.delete("canonical", record.key, "acme")
             else:
@@ -378,7 +378,7 @@ def test_closing_writes_what_is_queued(make_library: MakeLibrary) -> None:
     tier = MemoryTier()
     library = make_library(tier)
     for number in range(10):
-        library.put_canonical(canonical(f"n{number}"))
+        library.put(canonical(f"n{number}"))
     library.close()
     assert len(stored(tier)) == 10
 
@@ -388,21 +388,21 @@ def test_numbers_that_are_not_finite_are_not_stored(make_library: MakeLibrary, n
     record, library = canonical(), make_library()
     record.kv[1, 2, 3] = number
     with pytest.raises(StoreError, match="not finite"):
-        library.put_canonical(record)
+        library.put(record)
     assert not library.has("canonical", record.key, "acme")
 
 
 def test_a_quarantined_record_is_gone_from_memory_and_every_tier(make_library: MakeLibrary, tmp_path: Path) -> None:
     record, far = canonical(), MemoryTier()
     library = make_library(DiskTier(tmp_path / "near"), far)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     library.quarantine("canonical", record.key, "acme")
     assert library.get_canonical(record.key, "acme") is None
     assert not library.has("canonical", record.key, "acme")
     assert library.stats().quarantined == 2
     assert list(far.keys(QUARANTINE)) == [QUARANTINE + path_of(record)]
-    library.put_canonical(record)  # computed again
+    library.put(record)  # computed again
     assert library.has("canonical", record.key, "acme")
 
 
@@ -412,7 +412,7 @@ def test_a_file_that_is_damaged_while_its_record_is_in_use_is_never_served(
 ) -> None:
     record = canonical(tokens=2000)
     library = make_library()
-    library.put_canonical(record)
+    library.put(record)
     library.close()
     reader = make_library()
     loaded = reader.get_canonical(record.key, "acme")
@@ -439,8 +439,8 @@ def test_what_is_in_memory_is_named_most_recently_used_first(make_library: MakeL
     one, two, three = (canonical(name) for name in ("one", "two", "three"))
     assert library.hot(9) == []
     for record in (one, two, three):
-        library.put_canonical(record)
-    library.put_embedding(embedding_of(canonical("only embedded")))
+        library.put(record)
+    library.put(embedding_of(canonical("only embedded")))
     library.get_canonical(one.key, "acme")
     assert [record.content for record in library.hot(9)] == [one.content, three.content, two.content]
     assert [record.content for record in library.hot(1)] == [one.content]
@@ -455,7 +455,7 @@ def test_what_is_in_memory_is_named_most_recently_used_first(make_library: MakeL
 def test_bytes_that_loads_brought_are_counted(make_library: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     library = make_library(tier)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     assert library.stats().loaded_bytes == 0
     again = make_library(tier)

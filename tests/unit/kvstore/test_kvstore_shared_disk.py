@@ -35,7 +35,7 @@ def library(tmp_path: Path, request: pytest.FixtureRequest) -> OpenLibrary:
 
 
 def put(library: Library, name: str, **fields: Any) -> None:
-    library.put_canonical(canonical(name, **fields))
+    library.put(canonical(name, **fields))
     assert library.flush(10)
 
 

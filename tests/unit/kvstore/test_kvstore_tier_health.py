@@ -24,7 +24,7 @@ from kvstore.tiers.memory import MemoryTier
 def test_a_failing_tier_costs_a_miss_and_the_next_one_answers(make_library: MakeLibrary) -> None:
     record, sound = canonical(), MemoryTier("sound")
     with Library(LibrarySettings(), FINGERPRINT, [sound]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     broken = FaultyTier(MemoryTier("broken"), "get", "put", "contains", "entries", "delete")
     assert make_library(broken).get_canonical(record.key, "acme") is None
     assert not make_library(broken).has("canonical", record.key, "acme")
@@ -47,10 +47,10 @@ def test_a_tier_that_keeps_failing_is_left_alone_for_a_while(make_library: MakeL
 def test_a_full_tier_still_gives_what_it_holds(make_library: MakeLibrary) -> None:
     record, full = canonical("held"), FaultyTier(MemoryTier(), "put")
     with Library(LibrarySettings(), FINGERPRINT, [full.inner]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     library = make_library(full, memory_bytes=0, tier_failures=2, tier_cooldown_s=3600)
     for name in "abcdef":
-        library.put_canonical(canonical(name))
+        library.put(canonical(name))
     library.flush()
     assert [action for action, _ in full.calls].count("put") == 2, "it is left alone with writes"
     assert library.stats().dropped_writes == 6
@@ -62,7 +62,7 @@ def test_a_tier_that_recovers_is_used_again(make_library: MakeLibrary) -> None:
     record = canonical()
     flaky = FaultyTier(MemoryTier(), "get")
     library = make_library(flaky, memory_bytes=0, tier_failures=1, tier_cooldown_s=0.001)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     assert library.get_canonical(record.key, "acme") is None
     flaky.failing.clear()
@@ -73,7 +73,7 @@ def test_a_tier_that_recovers_is_used_again(make_library: MakeLibrary) -> None:
 def test_a_slow_load_is_a_miss_now_and_a_hit_later(make_library: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     slow = HeldTier(tier, "get")
     library = make_library(slow, load_timeout_s=0.05)
     assert library.get_canonical(record.key, "acme") is None
@@ -108,7 +108,7 @@ def test_a_tier_that_does_not_tell_what_it_holds_is_left_alone_for_a_while(make_
 def test_nobody_joins_a_load_that_is_stuck_in_a_tier_that_is_left_alone(make_library: MakeLibrary) -> None:
     record, stuck, far = canonical(), HeldTier(MemoryTier(), "get"), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [far]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     library = make_library(stuck, far, load_timeout_s=0.5, load_threads=1, tier_failures=1, tier_cooldown_s=3600)
     queued = canonical("queued").key
     loads = [library.load("canonical", key, "acme") for key in (record.key, queued)]
@@ -126,7 +126,7 @@ def test_nobody_joins_a_load_that_is_stuck_in_a_tier_that_is_left_alone(make_lib
 def test_a_read_that_somebody_gave_up_on_is_not_waited_for_while_it_goes_on(make_library: MakeLibrary) -> None:
     record, slow = canonical(), HeldTier(MemoryTier(), "get")
     with Library(LibrarySettings(), FINGERPRINT, [slow.inner]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     library = make_library(slow, load_timeout_s=0.5, load_threads=2, tier_failures=2)
     assert library.get_canonical(record.key, "acme") is None
     loading, began = library.load("canonical", record.key, "acme"), time.monotonic()
@@ -179,7 +179,7 @@ def test_a_look_up_that_fails_in_part_is_not_certain_and_a_failure(make_library:
     library = make_library(throttled, tier_failures=2, tier_cooldown_s=3600)
     told, silent = canonical("a"), canonical("b")
     for record in (told, silent):
-        library.put_canonical(record)
+        library.put(record)
     library.flush()
     throttled.silent.add(silent.key)
     asking = make_library(throttled, tier_failures=2, tier_cooldown_s=3600)
@@ -217,7 +217,7 @@ def test_a_load_that_was_passed_by_still_warms_memory_unless_its_record_was_dele
 ) -> None:
     record, stuck = canonical(), HoldsWhatItRead(MemoryTier())
     with Library(LibrarySettings(), FINGERPRINT, [stuck.inner]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     library = make_library(stuck, load_timeout_s=0.2, tier_failures=1, tier_cooldown_s=3600)
     loading = library.load("canonical", record.key, "acme")
     assert stuck.entered.wait(5)
@@ -235,7 +235,7 @@ def test_a_tier_in_which_all_threads_hang_is_left_alone_until_one_comes_back(mak
     records, hung, far = [canonical(name) for name in "abc"], HeldTier(MemoryTier(), "get"), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [far]) as writer:
         for record in records:
-            writer.put_canonical(record)
+            writer.put(record)
     settings = {"load_timeout_s": 0.3, "load_threads": 1, "tier_failures": 1, "tier_cooldown_s": 0.05}
     library = make_library(hung, far, **settings)
     loading = library.load("canonical", records[0].key, "acme")
@@ -248,7 +248,7 @@ def test_a_tier_in_which_all_threads_hang_is_left_alone_until_one_comes_back(mak
     hung.release.set()
     assert loading.result(5) is not None
     with Library(LibrarySettings(), FINGERPRINT, [hung.inner]) as writer:
-        writer.put_canonical(other := canonical("d"))
+        writer.put(other := canonical("d"))
     assert library.get_canonical(other.key, "acme") is not None, "it is asked again"
 
 
@@ -316,7 +316,7 @@ def test_a_tier_whose_blobs_drip_is_left_alone_for_a_while(make_library: MakeLib
     records, tier = [canonical(name) for name in "abcdef"], MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
         for record in records:
-            writer.put_canonical(record)
+            writer.put(record)
     dripping = SlowTier(tier, bytes_per_s=4 * SIZE)
     library = make_library(dripping, load_timeout_s=0.02, tier_failures=2, tier_cooldown_s=3600)
     for record in records:
@@ -330,7 +330,7 @@ def test_a_tier_whose_blobs_drip_is_left_alone_for_a_while(make_library: MakeLib
 def test_a_tier_that_answers_between_failures_is_not_left_alone(make_library: MakeLibrary) -> None:
     record, flaky = canonical("stored"), FaultyTier(MemoryTier())
     with Library(LibrarySettings(), FINGERPRINT, [flaky.inner]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     library = make_library(flaky, memory_bytes=0, tier_failures=2, tier_cooldown_s=3600)
     for answer in (record.key, canonical("absent").key) * 2:
         flaky.failing.add("get")
@@ -342,7 +342,7 @@ def test_a_tier_that_answers_between_failures_is_not_left_alone(make_library: Ma
 def test_loads_that_wait_for_a_silent_tier_keep_nobody_from_the_others(make_library: MakeLibrary) -> None:
     record, near, silent = canonical("near"), MemoryTier(), HeldTier(MemoryTier(), "get")
     with Library(LibrarySettings(), FINGERPRINT, [near]) as writer:
-        writer.put_canonical(record)
+        writer.put(record)
     settings = {"load_threads": 2, "load_timeout_s": 0.1, "tier_failures": 2, "tier_cooldown_s": 3600}
     library = make_library(near, silent, **settings)
     absent = [library.load("canonical", canonical(name).key, "acme") for name in "abcd"]
@@ -363,7 +363,7 @@ def test_a_look_up_waits_no_longer_than_a_load(make_library: MakeLibrary):
     inner = MemoryTier()
     with_it = make_library(inner)
     record = canonical()
-    with_it.put_canonical(record)
+    with_it.put(record)
     with_it.flush()
     assert make_library(inner, load_timeout_s=30).has("canonical", record.key, "acme")
     silent = HeldTier(inner, "contains")

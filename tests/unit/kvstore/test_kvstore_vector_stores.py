@@ -244,10 +244,10 @@ def test_deleting_a_reference_takes_the_records_of_every_tenant(tmp_path: Path) 
     mine = [everybodys, behind_reference, behind_itself, embedding_of(everybodys)]
     with Library(LibrarySettings(), everybodys.fingerprint, [DiskTier(tmp_path)]) as library:
         for record in (everybodys, tenants):
-            library.put_canonical(record)
+            library.put(record)
         for patch in (behind_reference, behind_itself):
-            library.put_patch(patch)
-        library.put_embedding(embedding_of(everybodys))
+            library.put(patch)
+        library.put(embedding_of(everybodys))
         library.flush()
         for record in mine:
             markers = [Marker.parse(path) for path in marker_paths(record)]

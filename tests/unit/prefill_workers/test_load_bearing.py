@@ -146,7 +146,7 @@ def test_stored_canonical_kv_serves_as_what_a_chunk_is_without_its_patch(library
     worker = Worker(library)
     plan, _ = worker.link(request())
     other = torch.randn_like(worker.alone(plan.chunks[1].span, list(plan.request.token_ids)))
-    library.put_canonical(
+    library.put(
         CanonicalRecord(
             key=plan.chunks[1].keys.canonical, fingerprint=FINGERPRINT, tenant="local", content="page 1",
             recompute_seconds=1.0, layout=worker.engine.layout, kv=other,

@@ -66,7 +66,7 @@ def full() -> Iterator[MemoryTier]:
     tier = MemoryTier()
     with Library(LibrarySettings(directory=None), FINGERPRINT, [tier]) as library:
         for record in (RECORD, ORBIT, EMBEDDING):
-            library._put(record)
+            library.put(record)
     return tier
 
 
@@ -122,7 +122,7 @@ def test_a_sum_takes_parts_that_have_seen_references_only_from_everybody(start: 
     )
     with Library(LibrarySettings(directory=None), FINGERPRINT, [tier]) as library:
         for stored in (record, *parts):
-            library._put(stored)
+            library.put(stored)
     assert len(start(tier, keys=keys).found().parts) == 3
     assert not start(tier, keys=replace(keys, owner=TENANT)).found().parts, "a chunk of the tenant's own"
 
@@ -152,7 +152,7 @@ def test_a_farther_tier_is_not_asked_for_what_a_nearer_one_makes_needless(full: 
         tier = MemoryTier()
         with Library(LibrarySettings(directory=None), FINGERPRINT, [tier]) as library:
             for record in (RECORD, *near):
-                library._put(record)
+                library.put(record)
         assert over(tier, far).start(keys, Mode.AUTO).found().patch is not None
         return {Path(key).stem for action, key in far.calls if action == "contains" and "/patch/" in key}
 
@@ -242,7 +242,7 @@ def test_all_records_of_a_chunk_are_waited_for_together(full: MemoryTier, over: 
     parts = [patch_of(RECORD), *(patch_of(RECORD, [name]) for name in "abc")]
     with Library(LibrarySettings(directory=None), FINGERPRINT, [full]) as library:
         for part in parts:
-            library._put(part)
+            library.put(part)
     keys = replace(KEYS, own_patch="0" * 64, set_patch="1" * 64, parts=tuple(part.key for part in parts))
     began = time.monotonic()
     found = over(tier, load_timeout_s=0.4, load_threads=64).start(keys, Mode.AUTO).found()

@@ -245,7 +245,7 @@ def put(store: SessionStore, library: Library, id: str, names: str, tenant: str 
     for i, name in enumerate(names):
         key = (tenant + id + name).encode().hex().ljust(64, "0")
         kv = random_kv(GQA, 2)
-        library.put_segment(
+        library.put(
             SegmentRecord(
                 key=key, fingerprint=FINGERPRINT, tenant=tenant, content=f"page {name}", layout=GQA, kv=kv, at=i,
                 antecedents=tuple(f"page {other}" for other in names[:i]),
@@ -387,8 +387,8 @@ def test_a_patch_goes_when_another_takes_its_place_and_its_kv_stays(library: Lib
     assert kv is not None
 
     def add(key: str) -> str:
-        library.put_segment(segment_patch_of(canonical(), key))
-        library.put_segment(segment_patch_of(canonical(), "9" * 64))
+        library.put(segment_patch_of(canonical(), key))
+        library.put(segment_patch_of(canonical(), "9" * 64))
         patched = replace(kv, behind=("h",), is_exact=False, patch=key, patch_nbytes=7)
         made = {"B": patched, "gone": replace(patched, patch="9" * 64)}
         store.add_refreshed("acme", "s", made, "mended")

@@ -42,11 +42,11 @@ def put(
         record = SegmentRecord(
             key=key(name), fingerprint=FINGERPRINT, tenant=tenant, content="", layout=GQA, kv=random_kv(GQA, 2), at=i
         )
-        library.put_segment(record)
+        library.put(record)
         segments.append(KeptSegment(name, 2, conditioned=KeptKV(key(name), (), True, 1)))
     segments[0] = replace(segments[0], mended=patch)
     session = Session(id, tenant, NOW - idle, NOW - idle, tuple(segments))
-    library.put_session(
+    library.put(
         SessionRecord(
             key=session_key(FINGERPRINT, id, "float32"), fingerprint=FINGERPRINT, tenant=tenant, content="",
             manifest=session.to_json(),
@@ -83,7 +83,7 @@ def test_idle_sessions_go_with_what_no_other_needs(library: Library, tmp_path: P
 
 def test_a_patch_stays_as_long_as_its_session(library: Library, tmp_path: Path):
     patch = segment_patch_of(canonical(), key("patch"))
-    library.put_segment(patch)
+    library.put(patch)
     put(library, "s", "A", patch=KeptKV(key("A"), (), False, 1, patch.key, 1))
     age(tmp_path, 2 * HOUR)
     sweep(library, HOUR, ROOM, NOW)
@@ -113,7 +113,7 @@ def test_beyond_the_bytes_the_longest_idle_sessions_go(library: Library, tmp_pat
 
 
 def test_a_manifest_that_cannot_be_read_goes(library: Library):
-    library.put_session(SessionRecord(key=key("m"), fingerprint=FINGERPRINT, tenant="acme", content="", manifest=b"{}"))
+    library.put(SessionRecord(key=key("m"), fingerprint=FINGERPRINT, tenant="acme", content="", manifest=b"{}"))
     library.flush()
     assert sweep(library, HOUR, ROOM, NOW).sessions == 1
 

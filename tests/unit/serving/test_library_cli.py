@@ -46,7 +46,7 @@ def fill(location: str, records: list[Record]) -> Tier:
     tier = tier_for_url(location)
     with Library(LibrarySettings(), records[0].fingerprint, [tier]) as library:
         for record in records:
-            library._put(record)
+            library.put(record)
     return tier
 
 

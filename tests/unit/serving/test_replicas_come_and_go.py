@@ -116,7 +116,7 @@ def leaver_and_sibling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
     settings = LibrarySettings(directory=None, deletion_grace_s=5.0)
     leaver, sibling = (Library(settings, FINGERPRINT, [DiskTier(tmp_path / name)]) for name in ("a", "b"))
     monkeypatch.setattr(hand_over, "RaySiblings", lambda: Sibling(sibling))
-    leaver.put_canonical(canonical(recompute_seconds=1.0))
+    leaver.put(canonical(recompute_seconds=1.0))
     leaver.flush()
     return leaver, sibling
 

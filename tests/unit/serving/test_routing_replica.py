@@ -30,7 +30,7 @@ def test_a_prefill_report_names_what_is_in_memory_and_is_numbered(make_library: 
     )
     records = [canonical(name) for name in "abc"]
     for record in records:
-        library.put_canonical(record)
+        library.put(record)
     second, third = reporter.stats(), reporter.stats()
     assert [one["sequence"] for one in (first, second, third)] == [0, 1, 2]
     marks = {second["hot"][i : i + MARK_BYTES] for i in (0, MARK_BYTES)}
@@ -43,7 +43,7 @@ def test_a_prefill_report_names_what_its_gpu_has(make_library: MakeLibrary):
     library, cache = make_library(MemoryTier()), DeviceCache[object](1 << 20)
     records = [canonical(name) for name in "abc"]
     for record in records:
-        library.put_canonical(record)
+        library.put(record)
 
     def on_device(chunks):
         return cache.version, [cache.holds(kv) for kv in chunks]
@@ -62,7 +62,7 @@ def test_a_prefill_report_names_what_its_gpu_has(make_library: MakeLibrary):
 def test_a_prefill_report_tells_how_fast_loads_were(make_library: MakeLibrary):
     tier, record = MemoryTier(), canonical()
     library = make_library(tier)
-    library.put_canonical(record)
+    library.put(record)
     library.flush()
     again = make_library(tier)
     again.get_canonical(record.key, "acme")
