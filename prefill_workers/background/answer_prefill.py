@@ -1,4 +1,4 @@
-"""KV of answers for the next turns of their chats: read from decode engines, or computed in idle time.
+"""KV of answers for their chats' next turns: read from decode engines, or computed.
 
 A decode engine generates the answer. The worker that linked the prompt brings its KV to behind the prompt's blocks,
 where the next turn finds it like any beginning (`block_index`):

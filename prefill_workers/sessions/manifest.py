@@ -106,7 +106,7 @@ class Session:
         return replace(self, id=id, created=now, used=now, parent=self.id)
 
     def ended(self) -> Session:
-        """What a sweep needs of a deleted session: the keys of its records."""
+        """Remnant of a deleted session, for a sweep: the keys of its records."""
         return replace(self, used=0.0, left=(), segments=tuple(replace(one, text=()) for one in self.segments))
 
     def refreshed(self, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> Session:
