@@ -80,7 +80,8 @@ def engine_arguments(spec: DecodeSpec) -> dict[str, Any]:
         connector.kv_connector_module_path = "decode_workers.elimination"
     elif spec.hands_back:
         connector.kv_connector, connector.kv_connector_module_path = "HandBackConnector", "decode_workers.hand_back"
-    connector.kv_connector_extra_config["decoder_kv_blocks_ttl"] = HELD_SECONDS
+    if spec.hands_back:
+        connector.kv_connector_extra_config["decoder_kv_blocks_ttl"] = HELD_SECONDS
     return {
         **spec.arguments(),
         **hand_off,

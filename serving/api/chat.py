@@ -52,6 +52,7 @@ UNSUPPORTED = {
 _ONE_ANSWER = {
     "logprobs": "log-probabilities are not given of an answer with file_search",
 }
+_ROLES = [("role", role) for role in ("system", "developer", "user", "assistant", "tool")]  # no text of a client's
 _TEXTS = ("text", "refusal")  # types of parts that are text, in a field of the same name
 _TOLD_BY_FIELDS = ("tools", "documents")  # what a template writes before the messages, see `fixed_prefix`
 
@@ -380,7 +381,10 @@ def refuse_longer(
 
     `prefix`: see `fixed_prefix`. `variables`: what the request gives to the chat template.
     """
-    fields = [{name: value for name, value in message.items() if name != "content"} for message in messages]
+    fields = [
+        {name: value for name, value in message.items() if name != "content" and (name, value) not in _ROLES}
+        for message in messages
+    ]
     contents = sum(map(_characters, dropwhile(leads, messages)))
     characters = len(prefix) + contents + _characters_within([*fields, variables])
     if characters > most:

@@ -172,7 +172,7 @@ def test_what_is_placed_otherwise_is_left_alone(rig: Rig):
 
 def test_a_segment_that_is_written_whole_is_the_records_own_and_may_stay_on_a_device(rig: Rig):
     rig.link(HEAD, "1", "a")
-    segments = rig.links.store.open("acme", SESSION).segments
+    segments = rig.links.store.open("acme", SESSION).session.segments
     records = [rig.library.get_segment(kept.conditioned.key, "acme").kv for kept in segments]
     session = rig.plan(rig.request(HEAD, "1", "a"))
     assert [one.kv_lasts for one in session.placed] == [True, True, False], "of the last one a token is computed"

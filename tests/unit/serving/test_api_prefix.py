@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,7 @@ class Chat(OrbitServingChat):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._prefixes, self._max_characters = Prefixes(tokenizer), 1000
+        self.engine_client: Any = SimpleNamespace(request_timeout_s=None)
 
 
 def text(characters: int) -> dict[str, Any]:

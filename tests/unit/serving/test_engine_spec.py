@@ -89,7 +89,7 @@ def test_every_field_of_a_specification_reaches_vllm(monkeypatch: pytest.MonkeyP
         "kv_cache_dtype": "fp8", "seed": 7,
     }  # fmt: skip
     of_prefill = {**other, "max_batch_tokens": 8192, "hand_off": False, "encoder_only": True, "buckets": (64,)}
-    of_decode = {**other, "max_num_seqs": 4, "reasoning_parser": "qwen3"}
+    of_decode = {**other, "max_num_seqs": 4, "reasoning_parser": "qwen3", "hands_back": True}
     assert asdict(EngineSpec("")).keys() == of_prefill.keys() | {"device_bytes"}, "which are ours"
     assert asdict(DecodeSpec("")).keys() == of_decode.keys()
     for field, value in of_prefill.items():
