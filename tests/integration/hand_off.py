@@ -22,6 +22,7 @@ import tempfile
 import traceback
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -128,10 +129,12 @@ def decode(asked: Any, answers: Any) -> None:
     from decode_workers.engine import DecodeEngine, NonFiniteLogits
     from decode_workers.spec import DecodeSpec
 
+    numbers = count()  # what is said of one that has failed may come late
+
     async def one(engine: DecodeEngine, token_ids: list[int], transfer: dict[str, Any], tokens: int) -> dict[str, Any]:
         params = SamplingParams(max_tokens=tokens, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
         try:
-            async for output in engine.generate(token_ids, transfer, params, "request"):
+            async for output in engine.generate(token_ids, transfer, params, f"request-{next(numbers)}"):
                 last = output
         except NonFiniteLogits as error:
             return {"error": str(error)}
