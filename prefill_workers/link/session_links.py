@@ -278,9 +278,9 @@ class SessionLinks:
             run = Run(max(segment.start, known.stop), min(segment.stop, plan.limit))
             if run.start < run.stop:
                 if len(run) < len(segment):
-                    first, stop = run.start - segment.start, run.stop - segment.start
-                    whole = whole[:, first:stop]
-                    patch = None if patch is None else patch.of_tokens(first, stop)
+                    begin, stop = run.start - segment.start, run.stop - segment.start
+                    whole = whole[:, begin:stop]
+                    patch = None if patch is None else patch.of_tokens(begin, stop)
                 placed.append(PlacedChunk(whole, patch, position - record.at, run, kv_lasts=whole is record.kv))
         runs = [one.run for one in placed]
         rotated = min((one.run.start for one in placed if one.position), default=positions.shape[-1])
