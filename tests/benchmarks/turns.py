@@ -2,8 +2,9 @@
 
 All of the chat is sent back each time: eight turns, images in the first and the fourth, answers of 128 tokens, each
 arm's its own. They are letters, which the bundled tokenizers take for the same tokens when they are sent back, as real
-ones take words. vLLM has their KV from generating them. Ours computes it again in idle time (`prefill.keep_answers`),
-which it is given between two turns, as by a user who reads; what that takes is told beside what requests wait for.
+ones take words. vLLM has their KV from generating them. Ours reads it back from the decode worker
+(`prefill.pull_answers`) between two turns, as while a user reads; what idle time computes is told beside what requests
+wait for.
 
 | arm   | what answers                                                                        |
 |-------|-------------------------------------------------------------------------------------|

@@ -39,14 +39,15 @@ def test_every_turn_computes_what_is_new_and_answers_like_one_that_is_computed_w
 
 
 def test_a_turn_that_sends_an_answer_back_computes_what_is_new(ingresses: Service):
-    """The prefill worker computes the answer's KV once it has ended, while its user reads."""
+    """The prefill worker reads the answer's KV back from the decode worker once it has ended."""
     letters = ingresses.post({"prompt": string.ascii_lowercase, "add_special_tokens": False}, "/tokenize").json()[
         "tokens"
     ]
     asked = {"max_tokens": 48, "ignore_eos": True, "allowed_token_ids": letters}  # which come back as the same tokens
-    messages, kept = user(picture(183), "What is this?"), _kept_answers(ingresses)
+    messages, read = user(picture(183), "What is this?"), _read_back(ingresses)
     first = ingresses.chat(messages, "exact", **asked)
-    ingresses.wait_until(lambda: _kept_answers(ingresses) > kept)
+    ingresses.wait_until(lambda: _read_back(ingresses) > read)
+    ingresses.wait_until(lambda: all(ingresses.everywhere("DecodeWorker", "all_blocks_free")))
     ingresses.settle()
     said = first["choices"][0]["message"]["content"]
     messages += [{"role": "assistant", "content": said}, *user("Are you sure of that?")]
@@ -56,10 +57,10 @@ def test_a_turn_that_sends_an_answer_back_computes_what_is_new(ingresses: Servic
     assert second["choices"][0]["message"]["content"] == alone["choices"][0]["message"]["content"]
 
 
-def _kept_answers(service: Service) -> float:
-    """Tokens of answers whose KV idle time has computed."""
+def _read_back(service: Service) -> float:
+    """Tokens of answers whose KV came from decode workers."""
     lines = httpx.get(f"{service.url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("orbitserve_answer_tokens_total{"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("orbitserve_answer_tokens_pulled_total{"))
 
 
 def test_a_system_prompt_is_computed_once(ingresses: Service):
