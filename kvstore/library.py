@@ -57,7 +57,7 @@ from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.loading import Loading
 from kvstore.tiers.paths import kind_prefix, marker_paths, path_of, record_path
 from kvstore.tiers.stack import Found, TierStack
-from kvstore.write_queues import WriteQueues
+from kvstore.tiers.write_queues import WriteQueues
 
 logger = logging.getLogger(__name__)
 
