@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 
 from serving.errors import RoleUnavailable
 from serving.frontend.report import OrbitReport
-from serving.routing.policies import REGISTRY
+from serving.routing.policy import REGISTRY
 
 logger = logging.getLogger(__name__)
 

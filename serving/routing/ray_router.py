@@ -1,6 +1,6 @@
 """Request router of the prefill and decode deployments, a plug-in of Ray Serve.
 
-It decides by `serving.routing.policies`.
+It decides by `serving.routing.policy`.
 
 Serve ships this module by value to every process that holds a handle, so it keeps no state of its own and names that
 of others by their module. Who talks to a replica, queues, retries and drops dead replicas is Serve: a request is
@@ -24,7 +24,13 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from serving.routing import policies as routing
+from serving.routing import policy as routing
+from serving.routing.decode_policy import DecodePolicy
+from serving.routing.prefill_policy import PrefillPolicy
+
+_POLICIES: dict[str, type[PrefillPolicy] | type[DecodePolicy]] = {
+    policy.role: policy for policy in (PrefillPolicy, DecodePolicy)
+}
 
 
 class _Choice(NamedTuple):
@@ -34,11 +40,14 @@ class _Choice(NamedTuple):
 
 
 class PolicyRouter(LocalityMixin, MultiplexMixin, RequestRouter):
-    """Router by a policy of `policies`, and by the power of two choices where it has no say."""
+    """Router by the policy of its role, and by the power of two choices where it has no say.
+
+    Ray Serve pickles this class with all that it names: counters, which hold locks, are named by their module.
+    """
 
     def initialize_state(self, role: str, report_period_s: float) -> None:
         """See RequestRouter; the arguments are those of the deployment's RequestRouterConfig."""
-        self._policy = routing.POLICIES[role](report_period_s)
+        self._policy = _POLICIES[role](report_period_s)
         self._choices: WeakKeyDictionary[Any, _Choice] = WeakKeyDictionary()  # by routing task
 
     async def choose_replicas(

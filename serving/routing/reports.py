@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import RequestRouterConfig
 
-from serving.routing.policies import DecodeReport, PrefillReport, mark_of, session_mark
+from serving.routing.decode_policy import DecodeReport
+from serving.routing.prefill_policy import PrefillReport, mark_of, session_mark
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,17 +7,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from autoscale.simulated import Decode, Job, Machine, Prefill
+from serving.routing.decode_policy import DecodeAsk, DecodePolicy, DecodeReport
 from serving.routing.ledger import Load
-from serving.routing.policies import (
-    Chunk,
-    DecodeAsk,
-    DecodePolicy,
-    DecodeReport,
-    PrefillAsk,
-    PrefillPolicy,
-    PrefillReport,
-    mark_of,
-)
+from serving.routing.prefill_policy import Chunk, PrefillAsk, PrefillPolicy, PrefillReport, mark_of
 
 _PERIOD_S = 1.0
 _HOT_CHUNKS = 256  # that a report names

@@ -14,7 +14,8 @@ from serving.api import autoscale, compiling, fidelity, sessions
 from serving.api.metrics import Metrics
 from serving.config import OrbitServeConfig, shown_default
 from serving.retrieval.metrics import RetrieverMetrics
-from serving.routing.policies import CHOICES, KV_USE
+from serving.routing.decode_policy import KV_USE
+from serving.routing.policy import CHOICES
 from serving.settings import MIB, RoleSettings
 from tests.benchmarks.documents.records import markdown
 

@@ -13,7 +13,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID
 
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LinkRequest
-from serving.routing.policies import CHOICES, mark_of
+from serving.routing.policy import CHOICES
+from serving.routing.prefill_policy import mark_of
 from serving.routing.ray_router import PolicyRouter
 
 DEPLOYMENT = DeploymentID(name="PrefillWorker", app_name="test")

@@ -17,19 +17,17 @@ from hypothesis import strategies as st
 from autoscale.curves import ForwardCost
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest, SessionRef
+from serving.routing.decode_policy import DecodePolicy, DecodeReport
 from serving.routing.ledger import STALE_PERIODS, Load
-from serving.routing.policies import (
-    REGISTRY,
+from serving.routing.policy import REGISTRY, parsed
+from serving.routing.prefill_policy import (
     Chunk,
-    DecodePolicy,
-    DecodeReport,
     PrefillAsk,
     PrefillPolicy,
     PrefillReport,
     PrefillView,
     estimate,
     mark_of,
-    parsed,
     session_mark,
 )
 

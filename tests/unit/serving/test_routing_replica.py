@@ -11,7 +11,10 @@ from kvstore_support import MakeLibrary, canonical
 from decode_workers.admission import Admission
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.engine.device_cache import DeviceCache
-from serving.routing.policies import MARK_BYTES, DecodeReport, PrefillReport, mark_of, parsed
+from prefill_workers.prefix_digests import MARK_BYTES
+from serving.routing.decode_policy import DecodeReport
+from serving.routing.policy import parsed
+from serving.routing.prefill_policy import PrefillReport, mark_of
 from serving.routing.reports import DecodeReporter, PrefillReporter
 
 

@@ -1,37 +1,18 @@
-"""Which replica should serve a request: what replicas report, and what follows from it.
-
-Nothing here knows Ray: `ray_router` asks these policies inside Ray Serve.
-
-    replica ── report, every period ──▶ Ledger ◀── sent, completed ── router
-                                          │
-    request ──▶ ask ──▶ rank: replicas by cost, the lowest first
-
-| policy  | the cost of a replica                                                                         |
-|---------|-----------------------------------------------------------------------------------------------|
-| prefill | seconds: queued tokens + tokens to compute at its pace, + bytes to load from tiers, and to a GPU |
-| decode  | share of its KV blocks, or of its sequences if that is more, in use with the request there     |
-
-Reports are about a period old. What this process has sent meanwhile it knows by itself, and adds: else all requests
-of a period would go to the replica that was the least busy at its beginning.
-"""
+"""Choice of a prefill worker: where most of a prompt is in memory, unless loading elsewhere costs less."""
 
 from __future__ import annotations
 
-import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from autoscale.curves import USUAL, ForwardCost
-from decode_workers.admission import blocks_needed
-from infra.kv_window import held_tokens, window_of
 from prefill_workers.modes import looks_up_patch, uses_canonical_alone, uses_library
 from prefill_workers.prefix_digests import MARK_BYTES, marked_beginnings
-from serving.routing.ledger import NOTHING, Ledger, Load
+from serving.routing.ledger import NOTHING, Load
+from serving.routing.policy import Policy, Ranked
 
 if TYPE_CHECKING:
     from prefill_workers.protocol import LinkRequest, SessionRef
@@ -42,22 +23,6 @@ _REMEMBERED = 1 << 16  # chunks known to be stored
 _BYTES_PER_SECOND = float(1 << 30)  # of a replica that has not measured its loads: a disk whose pages are cached
 _TO_DEVICE_BYTES_PER_SECOND = 25e9  # from host memory to a GPU: PCIe 4.0 with 16 lanes
 
-REGISTRY = CollectorRegistry()  # of this process, which is one replica of the ingress
-KV_USE = Gauge(
-    "vllm:kv_cache_usage_perc",
-    "Share of a decode worker's KV blocks that are reserved, also by answers which wait for room.",
-    ("worker",),
-    registry=REGISTRY,
-)
-CHOICES = Counter(
-    "orbitserve_routing_choices",
-    "Replicas chosen, by role and reason: hot (holds most of the chunks in memory), spread (another holds more, but is "
-    "busier), least_loaded (nobody holds any), least_pressure (KV is free), waits (it is not), only (there is one), "
-    "stale (no replica reported lately: power of two choices).",
-    ("role", "reason"),
-    registry=REGISTRY,
-)
-
 
 def mark_of(content: str) -> bytes:
     """Mark of a content id in reports."""
@@ -67,9 +32,6 @@ def mark_of(content: str) -> bytes:
 def session_mark(tenant: str, session: str) -> bytes:
     """Mark of a tenant's session in reports."""
     return mark_of(f"session\0{tenant}\0{session}")
-
-
-# -- reports ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -98,105 +60,6 @@ class PrefillReport:
     def forward_cost(self) -> ForwardCost:
         """The replica's cost of a forward, or the usual one as far as it was not measured."""
         return ForwardCost(self.fixed_tokens, self.seconds_per_token or USUAL.seconds_per_token)
-
-
-@dataclass(frozen=True)
-class DecodeReport:
-    """Report of a decode worker.
-
-    Blocks of requests that wait for room count as those that have it.
-    """
-
-    blocks: int
-    blocks_total: int
-    sequences: int
-    max_sequences: int
-    block_size: int
-    max_model_len: int
-
-
-Report = TypeVar("Report", PrefillReport, DecodeReport)
-
-
-def parsed(kind: type[Report], stats: Mapping[str, Any]) -> Report | None:
-    """A report from what Ray Serve brought; None if it is none, or another version's."""
-    names = {field.name for field in fields(kind)}
-    return kind(**{name: stats[name] for name in names}) if names <= stats.keys() else None
-
-
-# -- policies ---------------------------------------------------------------------------------------------------------
-
-
-class Ranked(NamedTuple):
-    """A replica that could serve a request: cost, reason, and tokens in its memory for it."""
-
-    replica: str
-    cost: float
-    reason: str
-    held: int = 0
-
-
-class Policy(ABC, Generic[Report]):
-    """Ranking of the replicas of one role. Belongs to one thread."""
-
-    role: str
-    kind: type[Report]
-    resolution: float  # costs that differ by less count as equal
-
-    def __init__(self, period_s: float, **clock: Callable[[], float]) -> None:
-        self.ledger: Ledger[Report] = Ledger(period_s, **clock)
-
-    def reported(self, replica: str, stats: Mapping[str, Any]) -> None:
-        """Take up what Ray Serve brought of a replica."""
-        report = parsed(self.kind, stats)
-        if report is not None and self.ledger.is_news(replica, stats["sequence"]):
-            self.learn(replica, report, stats["sequence"])
-
-    def keep(self, replicas: Collection[str]) -> None:
-        """Forget all other replicas."""
-        self.ledger.keep(replicas)
-
-    @abstractmethod
-    def learn(self, replica: str, report: Report, sequence: int) -> None:
-        """A new report."""
-
-    @abstractmethod
-    def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Demand of a call on a replica; None for calls that any replica answers as well."""
-
-    def rank(
-        self, ask: Any, replicas: Collection[str], distance: Callable[[str], int] = lambda replica: 0
-    ) -> list[Ranked] | None:
-        """Replicas by cost, the lowest first; None: no report is fresh.
-
-        Equal ones by what they hold, then by distance, else at random.
-        """
-        if len(replicas) > 1 and not any(self.ledger.fresh(replica) for replica in replicas):
-            return None
-        ranked = self.score(ask, replicas)
-        if len(ranked) == 1:
-            return [ranked[0]._replace(reason="only")]
-
-        def order(one: Ranked) -> tuple[bool, int, int, int, float]:
-            lost, cost = self.ledger.is_lost(one.replica), round(one.cost / self.resolution)
-            return lost, cost, -one.held, distance(one.replica), random.random()
-
-        return sorted(ranked, key=order)
-
-    @abstractmethod
-    def score(self, ask: Any, replicas: Collection[str]) -> list[Ranked]:
-        """The cost of every replica, in any order."""
-
-    @abstractmethod
-    def sent(self, replica: str, call: str, ask: Any) -> None:
-        """Note that a call was sent; `call` names it until it is completed."""
-
-    def completed(self, replica: str, call: str) -> None:
-        """Note that a call has ended, well or not."""
-        self.ledger.completed(replica, call)
-
-
-# -- prefill ----------------------------------------------------------------------------------------------------------
 
 
 class Chunk(NamedTuple):
@@ -457,89 +320,3 @@ def _beginnings(request: LinkRequest) -> tuple[Beginning, ...]:
         text = tokens - sum(min(span.stop, tokens) - span.start for span in before)
         found.append(Beginning(mark, tokens, inside, text))
     return tuple(found)
-
-
-# -- decode -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DecodeAsk:
-    """Work of generating from a prompt: `sequences`, of at most `max_tokens` each.
-
-    None: as many as the model allows.
-    """
-
-    prompt: int
-    max_tokens: int | None
-    sequences: int
-    is_counted: bool = True  # see `PrefillAsk`
-    window: int | None = None  # generated tokens that stay
-
-    def load(self, report: DecodeReport) -> Load:
-        """KV blocks and sequences that a replica would reserve."""
-        longest = report.max_model_len if self.max_tokens is None else self.prompt + self.max_tokens
-        tokens = held_tokens(self.prompt, min(longest, report.max_model_len), self.window, report.block_size)
-        return Load(blocks_needed(tokens, self.sequences, report.block_size), self.sequences)
-
-
-def pressure(load: Load, report: DecodeReport) -> float:
-    """Share of a decode replica that so much load takes; beyond 1 some of it waits."""
-    return max(load.work / report.blocks_total, load.sequences / report.max_sequences)
-
-
-class DecodePolicy(Policy[DecodeReport]):
-    """Decode replicas by pressure: a sequence goes where the most KV is free for it.
-
-    What already waits there is served first.
-    """
-
-    role, kind, resolution = "decode", DecodeReport, 1e-6
-
-    def __init__(self, period_s: float, **clock: Callable[[], float]) -> None:
-        super().__init__(period_s, **clock)
-        self._told: set[str] = set()  # replicas with a series
-
-    def learn(self, replica: str, report: DecodeReport, sequence: int) -> None:
-        """See `Policy`."""
-        self.ledger.report(replica, sequence, Load(report.blocks, report.sequences), report)
-        KV_USE.labels(worker=replica).set(min(1.0, report.blocks / max(1, report.blocks_total)))
-        self._told.add(replica)
-
-    def keep(self, replicas: Collection[str]) -> None:
-        """See `Policy`."""
-        super().keep(replicas)
-        for gone in self._told.difference(replicas):
-            KV_USE.remove(gone)
-        self._told.intersection_update(replicas)
-
-    def ask(self, method: str, arguments: Sequence[Any]) -> DecodeAsk | None:
-        """See `Policy`. Of `DecodeWorker.generate`."""
-        if method != "generate":
-            return None
-        token_ids, transfer, params = arguments[:3]
-        return DecodeAsk(len(token_ids), params.max_tokens, params.n or 1, window=window_of(transfer))
-
-    def score(self, ask: DecodeAsk, replicas: Collection[str]) -> list[Ranked]:
-        """See `Policy`."""
-        costs = {replica: self._pressure(ask, replica) for replica in replicas}
-        return [Ranked(replica, cost, "waits" if cost > 1 else "least_pressure") for replica, cost in costs.items()]
-
-    def _pressure(self, ask: DecodeAsk, replica: str) -> float:
-        report = self._measured(replica)
-        if report is None:  # only where there is one replica
-            return 0.0
-        return pressure(self.ledger.load(replica).plus(ask.load(report)), report)
-
-    def sent(self, replica: str, call: str, ask: DecodeAsk | None) -> None:
-        """See `Policy`."""
-        report = self._measured(replica)
-        self.ledger.sent(replica, call, NOTHING if ask is None or report is None else ask.load(report))
-
-    def _measured(self, replica: str) -> DecodeReport | None:
-        """The replica's report, or another's: replicas of a role are alike."""
-        return self.ledger.fresh(replica) or next(self.ledger.all_fresh(), None)
-
-
-POLICIES: dict[str, type[PrefillPolicy] | type[DecodePolicy]] = {
-    policy.role: policy for policy in (PrefillPolicy, DecodePolicy)
-}
