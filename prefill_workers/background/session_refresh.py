@@ -137,7 +137,7 @@ class SessionRefresh:
         """Segments that lack exact KV, one stretch a chunk: of pass 1, then of pass 2, the oldest chunk's first."""
         assert plan.session is not None
         assert plan.request.session is not None
-        heads, groups = _grouped(plan.session.segments)
+        heads, groups = _grouped([one.segment for one in plan.session.segments])
         if plan.request.session.survivors is Survivors.REMOVAL:
             if len(groups) > 1:
                 yield from self._stretch(plan, heads, list(chain.from_iterable(groups[1:])), "mended")

@@ -33,6 +33,17 @@ class PlacedChunk(NamedTuple):
     kv_lasts: bool = False
     patch_lasts: bool = False
 
+    def within(self, start: int, stop: int) -> PlacedChunk | None:
+        """The part of it that stands in tokens `start` up to `stop` of the sequence; None: nothing does."""
+        run = Run(max(start, self.run.start), min(stop, self.run.stop))
+        if run == self.run:
+            return self
+        if run.start >= run.stop:
+            return None
+        first, last = run.start - self.run.start, run.stop - self.run.start
+        patch = None if self.patch is None else self.patch.of_tokens(first, last)
+        return self._replace(kv=self.kv[:, first:last], patch=patch, run=run, kv_lasts=False)
+
 
 def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> list[DeviceSpan]:
     """Relocate, patch and write chunks of the sequence in `blocks`.

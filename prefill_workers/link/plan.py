@@ -29,7 +29,7 @@ from prefill_workers.sequence import Embedded, LinkSequence, Run, complement, un
 if TYPE_CHECKING:
     from prefill_workers.engine.device_timer import DeviceSpan
     from prefill_workers.link.layerwise_load import LayerwiseLoad
-    from prefill_workers.link.session_links import SessionPlan
+    from prefill_workers.link.session_plan import SessionPlan
 
 
 class ChunkState(Enum):

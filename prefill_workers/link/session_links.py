@@ -12,11 +12,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -26,18 +24,17 @@ from kvstore.errors import StoreError
 from kvstore.library import Library
 from kvstore.operator.patch import Patch
 from kvstore.records.record import SegmentPatchRecord, SegmentRecord
-from kvstore.tiers.loading import Loading
 from prefill_workers.compaction.plan import observed
-from prefill_workers.link.lookups import Stored
 from prefill_workers.link.place_kv import PlacedChunk
+from prefill_workers.link.session_plan import SegmentPlan, SessionPlan
 from prefill_workers.modes import EXACT_POINTS, ModeKind, OperatingPoint, uses_session
-from prefill_workers.protocol import ChunkOutcome, LinkRequest, PrefetchRequest, SessionOutcome, Survivors
+from prefill_workers.protocol import LinkRequest, PrefetchRequest, Survivors
 from prefill_workers.sequence import Run
 from prefill_workers.sessions.alignment import Match, MatchKind, align
-from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
-from prefill_workers.sessions.segments import Segment, segments
-from prefill_workers.sessions.store import Opened, SessionStore
-from prefill_workers.sessions.survivors import choose, unseen
+from prefill_workers.sessions.manifest import KeptKV, KeptSegment
+from prefill_workers.sessions.segments import segments
+from prefill_workers.sessions.store import SessionStore
+from prefill_workers.sessions.survivors import choose
 
 if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
@@ -46,128 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_SEGMENTS = 1024  # of a session; what stands behind them is computed
-
-
-@dataclass(eq=False)
-class SessionPlan:
-    """Part of a link that its session serves.
-
-    Per segment: its match and its RoPE position; if kept KV serves it, that, the loads of it and of its patch, and its
-    operating point. `placed` is that KV with its place, until it is written; `runs` are the tokens that it covers.
-    """
-
-    session: Session
-    segments: Sequence[Segment]
-    matches: Sequence[Match]
-    served: Sequence[KeptKV | None]
-    loads: Sequence[Loading | None]
-    patch_loads: Sequence[Loading | None] = ()
-    positions: Sequence[int] = ()
-    points: Sequence[OperatingPoint | None] = ()
-    placed: Sequence[PlacedChunk] = ()
-    runs: Sequence[Run] = ()
-    limit: int = 0  # first token that the link's own forward computes whatever is kept
-    rotated_from: int = 0  # first token whose kept KV stands at another position than where it was computed
-    knows: Sequence[Sequence[str]] = ()  # by segment, contents that its kept KV was computed behind
-    opened: Opened | None = None  # holds its records
-    opened_at: float = field(default_factory=time.time)  # Unix seconds
-
-    def __post_init__(self) -> None:
-        ids = tuple(segment.id for segment in self.segments)
-        self.points = [
-            None
-            if kv is None
-            else OperatingPoint.PREFIX
-            if kv.is_exact and kv.behind == ids[:i]
-            else OperatingPoint.SURVIVED
-            for i, kv in enumerate(self.served)
-        ]
-
-    @property
-    def stored(self) -> list[Stored]:
-        """Records that serve."""
-        return [("segment", key, self.session.tenant) for kv in self.served if kv is not None for key in kv.sizes]
-
-    def front(self, i: int) -> tuple[str, ...]:
-        """Ids of the segments in front of one."""
-        return tuple(segment.id for segment in self.segments[:i])
-
-    @property
-    def served_chunks(self) -> set[int]:
-        """Chunks that kept KV serves, by index."""
-        pairs = zip(self.segments, self.served, strict=True)
-        return {segment.chunk for segment, kv in pairs if kv is not None and segment.chunk is not None}
-
-    def chunk_outcomes(self) -> dict[int, ChunkOutcome]:
-        """Outcomes of chunks that kept KV serves, by index."""
-        return {
-            segment.chunk: ChunkOutcome(len(segment), point, segment.chunk, self._reason(i))
-            for i, (segment, point) in enumerate(zip(self.segments, self.points, strict=True))
-            if point is not None and segment.chunk is not None
-        }
-
-    @property
-    def exact_tokens(self) -> int:
-        """First tokens of the prompt among which no kept KV is approximate."""
-        pairs = zip(self.segments, self.points, strict=True)
-        survivors = (segment.start for segment, point in pairs if point is OperatingPoint.SURVIVED)
-        return min(survivors, default=self.segments[-1].stop if self.segments else 0)
-
-    @property
-    def shareable_tokens(self) -> int:
-        """First tokens whose blocks other prompts may begin with.
-
-        No KV among them is approximate, or was rotated: it would be rotated once more in another frame.
-        """
-        return min(self.exact_tokens, self.rotated_from)
-
-    def left_to_write(self, known: int) -> list[PlacedChunk]:
-        """Take the kept KV that is to be written, with its place.
-
-        Not that of the first `known` tokens, whose blocks others may read.
-        """
-        placed, self.placed = self.placed, ()
-        left: list[PlacedChunk] = []
-        for one in placed:
-            start = max(known, one.run.start)
-            if start == one.run.start:
-                left.append(one)
-            elif start < one.run.stop:
-                skipped = start - one.run.start
-                patch = None if one.patch is None else one.patch.of_tokens(skipped, len(one.run))
-                run = Run(start, one.run.stop)
-                left.append(one._replace(kv=one.kv[:, skipped:], patch=patch, run=run, kv_lasts=False))
-        return left
-
-    def outcome(self) -> SessionOutcome:
-        """Counts for the request's report."""
-        counts = Counter[str]()
-        for i, (match, point) in enumerate(zip(self.matches, self.points, strict=True)):
-            if point is not None:
-                counts[str(point)] += 1
-                counts["refreshed"] += self._is_refreshed(i)
-            else:
-                counts["computed" if match.old is not None else str(match.kind)] += 1
-        return SessionOutcome(**counts, tokens_reused=sum(map(len, self.runs)))
-
-    def _is_refreshed(self, i: int) -> bool:
-        old = self.matches[i].old
-        kept, kv = None if old is None else self.session.segments[old], self.served[i]
-        if kept is None or kv is None:
-            return False
-        return any(kv is one for one in (kept.refreshed, kept.ahead, kept.mended))
-
-    def _reason(self, i: int) -> str:
-        kv = self.served[i]
-        if kv is not None and kv.patch:
-            return "kept by the session, with a patch that takes out what has left"
-        if self._is_refreshed(i):
-            return "kept by the session: computed anew in idle time behind what stands in front of it"
-        if self.points[i] is OperatingPoint.PREFIX:
-            return "kept by the session: computed behind just what stands in front of it"
-        if kv is not None and (new := unseen(kv, self.front(i))):
-            return f"kept by the session as it was computed; segments that are new in front of it since: {new}"
-        return "kept by the session: computed behind what stands in front of it and what has left"
 
 
 class _Allows(Protocol):
@@ -219,11 +94,22 @@ class SessionLinks:
             free_text=self._free_text,
             cascade_tokens=ref.cascade_tokens,
         )
-        load = partial(self._library.load, "segment", tenant=request.tenant)
-        loads = [None if kv is None else load(kv.key) for kv in served]
-        patches = [load(kv.patch) if kv is not None and kv.patch else None for kv in served]
         limit = len(request.token_ids) - observed(request)
-        return SessionPlan(session, found, matches, served, loads, patches, limit=limit, opened=opened)
+        ids = tuple(segment.id for segment in found)
+        load = partial(self._library.load, "segment", tenant=request.tenant)
+        plans = [
+            SegmentPlan(
+                segment,
+                match,
+                before=None if match.old is None else session.segments[match.old],
+                front=ids[:i],
+                kv=kv,
+                load=None if kv is None else load(kv.key),
+                patch_load=load(kv.patch) if kv is not None and kv.patch else None,
+            )
+            for i, (segment, match, kv) in enumerate(zip(found, matches, served, strict=True))
+        ]
+        return SessionPlan(session, plans, limit, opened)
 
     def _allowed(self, segment: KeptSegment) -> KeptSegment:
         """The segment without KV of operating points that are switched off, or were since it was made.
@@ -255,37 +141,35 @@ class SessionLinks:
             known: first tokens of the prompt that are placed in another way.
         """
         first = positions.reshape(-1, positions.shape[-1])[0]
-        starts = first[torch.tensor([segment.start for segment in plan.segments])].tolist()
+        starts = first[torch.tensor([one.segment.start for one in plan.segments])].tolist()
         until = time.monotonic() + self._library.settings.load_timeout_s
-        served: list[KeptKV | None] = []
-        knows: list[Sequence[str]] = [()] * len(plan.served)
+        segments: list[SegmentPlan] = []
         placed: list[PlacedChunk] = []
-        loads = zip(plan.loads, plan.patch_loads, strict=True)
-        for segment, kv, (load, patch_load), position in zip(plan.segments, plan.served, loads, starts, strict=True):
-            record = None if load is None else self._library.wait(load, until)
-            mend = None if patch_load is None else self._library.wait(patch_load, until)
-            if not isinstance(record, SegmentRecord) or not self._fits(record, len(segment), position):
-                served.append(None)
+        for one, position in zip(plan.segments, starts, strict=True):
+            here = replace(one, position=position, load=None, patch_load=None)
+            if (come := self._come(one, position, until)) is None:
+                segments.append(replace(here, kv=None))
                 continue
-            whole, patch = record.kv, None
-            if patch_load is not None:
-                if not isinstance(mend, SegmentPatchRecord) or mend.layout != record.layout:
-                    served.append(None)
-                    continue
-                patch = mend.patch
-            knows[len(served)] = record.antecedents
-            served.append(kv)
-            run = Run(max(segment.start, known.stop), min(segment.stop, plan.limit))
-            if run.start < run.stop:
-                if len(run) < len(segment):
-                    begin, stop = run.start - segment.start, run.stop - segment.start
-                    whole = whole[:, begin:stop]
-                    patch = None if patch is None else patch.of_tokens(begin, stop)
-                placed.append(PlacedChunk(whole, patch, position - record.at, run, kv_lasts=whole is record.kv))
+            record, patch = come
+            segments.append(replace(here, knows=record.antecedents))
+            whole = PlacedChunk(record.kv, patch, position - record.at, one.segment.run, kv_lasts=True)
+            if (part := whole.within(known.stop, plan.limit)) is not None:
+                placed.append(part)
         runs = [one.run for one in placed]
         rotated = min((one.run.start for one in placed if one.position), default=positions.shape[-1])
-        ended = replace(plan, served=served, loads=(), patch_loads=())
-        return replace(ended, positions=starts, placed=placed, runs=runs, rotated_from=rotated, knows=knows)
+        return replace(plan, segments=segments, placed=placed, runs=runs, rotated_from=rotated)
+
+    def _come(self, one: SegmentPlan, position: int, until: float) -> tuple[SegmentRecord, Patch | None] | None:
+        """What serves a segment at a position, and its removal patch; None: nothing does, or it does not come."""
+        record = None if one.load is None else self._library.wait(one.load, until)
+        mend = None if one.patch_load is None else self._library.wait(one.patch_load, until)
+        if not isinstance(record, SegmentRecord) or not self._fits(record, len(one.segment), position):
+            return None
+        if one.patch_load is None:
+            return record, None
+        if not isinstance(mend, SegmentPatchRecord) or mend.layout != record.layout:
+            return None
+        return record, mend.patch
 
     def _fits(self, record: SegmentRecord, tokens: int, position: int) -> bool:
         """True if a record is of so many tokens and may stand there: pages of few bits would quantise it once more."""
@@ -306,27 +190,25 @@ class SessionLinks:
             self.store.put(session.session.moved_on(kept, time.time()), opened=session.opened)
         except (RuntimeError, StoreError):  # memory, most likely: the link itself has ended well
             logger.exception("session %.32r keeps nothing of its last request", session.session.id)
-            if session.opened is not None:
-                self.store.let_go(session.opened)
+            self.store.let_go(session.opened)
             self.store.discard(session.session.tenant, stored)
 
     def _kept(self, plan: LinkPlan, session: SessionPlan, stored: list[KeptKV]) -> tuple[KeptSegment, ...]:
         """Segments of a finished link; `stored` takes their KV that is new."""
         kept: list[KeptSegment] = []
         is_exact, points = True, dict[str, None]()  # approximate ones up to here
-        for i, segment in enumerate(session.segments[:_MOST_SEGMENTS]):
-            kv, old = session.served[i], session.matches[i].old
-            before = None if old is None else session.session.segments[old]
+        for i, one in enumerate(session.segments[:_MOST_SEGMENTS]):
+            segment, kv, before = one.segment, one.kv, one.before
             chunk = None if segment.chunk is None else plan.chunks[segment.chunk]
             is_exact = is_exact and (chunk is None or chunk.made_at in EXACT_POINTS)
             if chunk is not None and chunk.made_at not in (*EXACT_POINTS, OperatingPoint.SURVIVED):
                 points[str(chunk.made_at)] = None
             if kv is not None:
                 assert before is not None
-                is_exact = is_exact and session.points[i] is OperatingPoint.PREFIX
+                is_exact = is_exact and one.point is OperatingPoint.PREFIX
                 points |= dict.fromkeys(kv.points)
                 idle = (before.refreshed, before.ahead, before.mended)
-                refreshed, ahead, mended = (None if one is kv else one for one in idle)
+                refreshed, ahead, mended = (None if made is kv else made for made in idle)
                 kept.append(replace(before, conditioned=kv, refreshed=refreshed, ahead=ahead, mended=mended))
                 continue
             content = "" if chunk is None else chunk.span.content
@@ -341,13 +223,15 @@ class SessionLinks:
         self, plan: LinkPlan, session: SessionPlan, i: int, content: str, *, is_exact: bool, points: tuple[str, ...]
     ) -> KeptKV:
         """Read a segment's KV out of a link's blocks, and store it."""
-        segment, request = session.segments[i], plan.request
+        one, request = session.segments[i], plan.request
+        segment = one.segment
         kv = self._engine.read_kv(plan.sequence.blocks, segment.start, len(segment))
         seconds = plan.compute_ms * 1e-3 * len(segment) / max(plan.tokens_computed, 1)
         behind = [span.content for span in request.chunks if span.stop <= segment.start]
-        behind += chain.from_iterable(session.knows[:i])  # what it learnt of these from survivors in front of it
-        at, front = session.positions[i], session.front(i)
-        kept = self.store_segment(request.tenant, kv, at, front, content, behind, seconds, is_exact=is_exact)
+        for front in session.segments[:i]:
+            behind += front.knows  # what it learnt of these from survivors in front of it
+        at, tenant = one.position, request.tenant
+        kept = self.store_segment(tenant, kv, at, one.front, content, behind, seconds, is_exact=is_exact)
         return replace(kept, points=points, made=session.opened_at)
 
     def store_segment(

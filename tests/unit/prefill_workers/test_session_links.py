@@ -18,7 +18,8 @@ from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.compaction.plan import OBSERVERS
 from prefill_workers.fidelity.monitor import Fidelity
-from prefill_workers.link.session_links import SessionLinks, SessionPlan
+from prefill_workers.link.session_links import SessionLinks
+from prefill_workers.link.session_plan import SessionPlan
 from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.protocol import ChunkSpan, Compaction, LinkRequest, PrefetchRequest, SessionRef, Survivors
 from prefill_workers.sequence import Run
