@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 NET = "10.77.0"
+_PROJECT = Path(__file__).resolve().parents[2]
 _TOOLS = ("ip", "unshare", "nsenter", "mount")
 _START_SECONDS = 20.0
 _INIT = """
@@ -42,7 +43,10 @@ mount -t proc proc /proc
 mount -t tmpfs -o size=2g,mode=1777 tmpfs /dev/shm
 mount --bind {shared} /mnt
 mount --bind {names} /etc/hosts
-mount --bind {tmp} /tmp
+if [[ {project} == /tmp/* ]]; then  # of a clone that lies there
+  mkdir -p {tmp}{below} && mount --bind {project} {tmp}{below}
+fi
+mount --rbind {tmp} /tmp
 cd /
 exec {python} -c '{init}'
 """
@@ -118,7 +122,14 @@ class Host:
         names = network.base / f"{letter}.hosts"
         names.write_text(f"127.0.0.1 localhost\n{self.address} {name}\n")
         script = _SET_UP.format(
-            name=name, shared=network.shared, tmp=self.tmp, names=names, python=sys.executable, init=_INIT
+            name=name,
+            shared=network.shared,
+            tmp=self.tmp,
+            project=_PROJECT,
+            below=str(_PROJECT).removeprefix("/tmp"),
+            names=names,
+            python=sys.executable,
+            init=_INIT,
         )
         own = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child=KILL", "bash", "-c", script]
         self._log = network.base / f"{letter}.log"
