@@ -25,7 +25,7 @@ from prefill_workers.modes import EXACT_POINTS, OperatingPoint
 from prefill_workers.prefix_digests import MARK_BYTES, PrefixChain
 from prefill_workers.sequence import Run
 
-MOST_ROTATIONS = 2  # of KV: each rounds once, in bfloat16 1.2e-3 after one, 1.9e-3 after two
+MOST_ROTATIONS = 1  # of KV: each rounds once, in bfloat16 1.2e-3 after one, 5e-3 after eight
 
 
 class ChunkForm(NamedTuple):
@@ -88,6 +88,11 @@ class PrefixMatch:
     def is_shared(self, index: int, block_size: int) -> bool:
         """True if the prompt can refer to the block at `index`, which is full and in its frame."""
         return (index + 1) * block_size <= self.tokens and self.blocks[index].frame == self.frame
+
+    def is_turned(self, run: Run, block_size: int) -> bool:
+        """True if keys of some tokens in a run were turned since they were computed, or are to be."""
+        found = self.blocks[run.start // block_size : -(-run.stop // block_size)]
+        return any(block.rotations or block.frame != self.frame for block in found)
 
 
 NO_MATCH = PrefixMatch()

@@ -99,7 +99,8 @@ class ShadowChecks:
 
     def offer(self, plan: LinkPlan, lease: str) -> None:
         """Take up a finished link with the configured chance, and hold its blocks."""
-        points = self._fidelity.draw(chunk.made_at for chunk in plan.chunks)
+        kept = () if plan.session is None else plan.session.approximate
+        points = self._fidelity.draw([*(chunk.made_at for chunk in plan.chunks), *kept])
         if not points:
             return
         if len(plan.sequence) > self._scratch.tokens:

@@ -26,6 +26,7 @@ from kvstore.operator.patch import Patch
 from kvstore.records.record import SegmentPatchRecord, SegmentRecord
 from prefill_workers.compaction.plan import observed
 from prefill_workers.link.place_kv import PlacedChunk
+from prefill_workers.link.prefix_hits import asked_by
 from prefill_workers.link.session_plan import SegmentPlan, SessionPlan
 from prefill_workers.modes import EXACT_POINTS, ModeKind, OperatingPoint, uses_session
 from prefill_workers.protocol import LinkRequest, PrefetchRequest, Survivors
@@ -87,7 +88,7 @@ class SessionLinks:
         served = choose(
             found,
             matches,
-            [self._allowed(kept) for kept in session.segments],
+            [self._allowed(kept, asked_by(request)) for kept in session.segments],
             exact=request.mode.kind is ModeKind.EXACT or not self._allows(OperatingPoint.SURVIVED),
             refreshed=ref.survivors is not Survivors.KEEP,
             mended=ref.survivors is Survivors.REMOVAL,
@@ -111,15 +112,16 @@ class SessionLinks:
         ]
         return SessionPlan(session, plans, limit, opened)
 
-    def _allowed(self, segment: KeptSegment) -> KeptSegment:
-        """The segment without KV of operating points that are switched off, or were since it was made.
+    def _allowed(self, segment: KeptSegment, asked: str) -> KeptSegment:
+        """The segment without KV that was linked for others, or at a point that is off, or was since.
 
         What idle time computes is exact.
         """
 
         def allowed(kv: KeptKV | None) -> KeptKV | None:
-            serves = kv is not None and all(self._allows(OperatingPoint(point), kv.made) for point in kv.points)
-            return kv if serves else None
+            if kv is None or (kv.points and kv.asked != asked):
+                return None
+            return kv if all(self._allows(OperatingPoint(point), kv.made) for point in kv.points) else None
 
         return replace(segment, conditioned=allowed(segment.conditioned), mended=allowed(segment.mended))
 
@@ -207,14 +209,18 @@ class SessionLinks:
                 assert before is not None
                 is_exact = is_exact and one.point is OperatingPoint.PREFIX
                 points |= dict.fromkeys(kv.points)
+                if one.point is OperatingPoint.SURVIVED:
+                    points[str(one.point)] = None
                 idle = (before.refreshed, before.ahead, before.mended)
                 refreshed, ahead, mended = (None if made is kv else made for made in idle)
                 kept.append(replace(before, conditioned=kv, refreshed=refreshed, ahead=ahead, mended=mended))
                 continue
             content = "" if chunk is None else chunk.span.content
             text = () if content else tuple(map(int, plan.request.token_ids[segment.start : segment.stop]))
-            conditioned = self._read(plan, session, i, content, is_exact=is_exact, points=tuple(points))
-            stored.append(conditioned)
+            conditioned = None
+            if not plan.prefix.is_turned(segment.run, self._engine.block_size):  # else it would be turned twice
+                conditioned = self._read(plan, session, i, content, is_exact=is_exact, points=tuple(points))
+                stored.append(conditioned)
             refreshed = None if before is None else before.refreshed
             kept.append(KeptSegment(segment.id, len(segment), content, text, conditioned, refreshed))
         return tuple(kept)
@@ -232,7 +238,7 @@ class SessionLinks:
             behind += front.knows  # what it learnt of these from survivors in front of it
         at, tenant = one.position, request.tenant
         kept = self.store_segment(tenant, kv, at, one.front, content, behind, seconds, is_exact=is_exact)
-        return replace(kept, points=points, made=session.opened_at)
+        return replace(kept, points=points, asked=asked_by(request) if points else "", made=session.opened_at)
 
     def store_segment(
         self,

@@ -66,6 +66,8 @@ class SegmentPlan:
             return "kept by the session: computed anew in idle time behind what stands in front of it"
         if self.point is OperatingPoint.PREFIX:
             return "kept by the session: computed behind just what stands in front of it"
+        if self.kv is not None and (points := [one for one in self.kv.points if one != OperatingPoint.SURVIVED]):
+            return f"kept by the session as it was linked, with KV that was {' and '.join(points)}"
         if self.kv is not None and (new := unseen(self.kv, self.front)):
             return f"kept by the session as it was computed; segments that are new in front of it since: {new}"
         return "kept by the session: computed behind what stands in front of it and what has left"
@@ -102,6 +104,11 @@ class SessionPlan:
     def points(self) -> list[OperatingPoint | None]:
         """Operating points, by segment."""
         return [one.point for one in self.segments]
+
+    @property
+    def approximate(self) -> set[OperatingPoint]:
+        """Approximate operating points at which the KV that serves was linked."""
+        return {OperatingPoint(point) for one in self.segments if one.kv is not None for point in one.kv.points}
 
     @property
     def served_chunks(self) -> set[int]:

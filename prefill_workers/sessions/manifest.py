@@ -18,8 +18,8 @@ class KeptKV:
 
     `behind` are the ids of what stood in front when it was computed; `is_exact`: it equals a full prefill behind just
     these. `nbytes` are the KV's. `patch`: the KV is the record's with a removal patch, this other record.
-    `points`: approximate operating points at which it, or what stands in front of it, was linked; `made`: Unix seconds,
-    when that link was opened.
+    `points`: approximate operating points at which it, or what stands in front of it, was linked, for requests of that
+    mode and text alone (`asked`, see `prefix_hits.asked_by`); `made`: Unix seconds, when that link was opened.
     """
 
     key: str
@@ -29,6 +29,7 @@ class KeptKV:
     patch: str = ""
     patch_nbytes: int = 0
     points: tuple[str, ...] = ()
+    asked: str = ""
     made: float = 0.0
 
     @property

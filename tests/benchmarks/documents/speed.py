@@ -113,6 +113,8 @@ FIGURES = (
     ("compile-trace", "share_of_optimum_pairs", "the same; pairs"),
     ("handoff", "ms_per_mib", "ms per MiB of KV over NIXL"),
     ("handoff", "fixed_ms", "ms whatever the size"),
+    ("handoff", "answer_pulled_ms", "ms to read an answer of 128 tokens back from the decode worker, by these two"),
+    ("handoff", "answer_computed_ms", "ms to compute it, in idle time"),
     ("elastic", "before_over_full", "right answers at a fifth of the KV over at all of it; the worse of GQA and MHA"),
     ("elastic", "before_over_best", "the same over the best of six other ways to choose it"),
     ("elastic", "after_over_full", "pages compacted before the question is known: over at all KV"),

@@ -21,6 +21,7 @@ class Transformer:
 
     layout, dtype, fingerprint, precision = GQA, torch.float32, FINGERPRINT, "float32"
     has_quantised_kv = places_on_device = uses_mrope = False
+    block_size = BLOCK
 
     def __init__(self) -> None:
         torch.manual_seed(3)

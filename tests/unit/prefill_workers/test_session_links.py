@@ -16,6 +16,7 @@ from kvstore.operator.apply import apply, relocate
 from kvstore.operator.patch import form_patch
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
+from prefill_workers.block_index import NO_MATCH, CachedBlock, PrefixMatch
 from prefill_workers.compaction.plan import OBSERVERS
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.session_links import SessionLinks
@@ -34,7 +35,7 @@ SESSION = SessionRef("s")
 class Engine:
     """An engine whose pages hold whatever a test says that a link has left there."""
 
-    fingerprint, layout, precision, dtype = FINGERPRINT, GQA, "float32", torch.float32
+    fingerprint, layout, precision, dtype, block_size = FINGERPRINT, GQA, "float32", torch.float32, 16
     has_quantised_kv = False
     pages: torch.Tensor
 
@@ -72,7 +73,12 @@ class Rig:
         return self.links.place(opened, positions, Run(0, known))
 
     def finish(
-        self, request: LinkRequest, session: SessionPlan, seed: int, made_at: OperatingPoint | None = None
+        self,
+        request: LinkRequest,
+        session: SessionPlan,
+        seed: int,
+        made_at: OperatingPoint | None = None,
+        prefix: PrefixMatch = NO_MATCH,
     ) -> torch.Tensor:
         """End a link: what is placed, and random KV for the rest, is in the pages and kept. Returns it.
 
@@ -91,6 +97,7 @@ class Rig:
         plan: Any = SimpleNamespace(
             request=request,
             sequence=SimpleNamespace(blocks=()),
+            prefix=prefix,
             chunks=chunks,
             session=session,
             compute_ms=1.0,
@@ -329,6 +336,33 @@ def test_kv_made_at_a_point_that_is_switched_off_since_does_not_serve(rig: Rig):
     assert computed.points == [OperatingPoint.PREFIX, *[None] * 4], "its patch may be what it was switched off for"
     rig.finish(request, computed, 1, made_at=OperatingPoint.PATCHED)
     assert set(rig.plan(rig.request(*parts)).points[1:]) == {OperatingPoint.SURVIVED}, "the new patch is not"
+
+
+def test_what_was_computed_behind_a_survivor_does_not_serve_once_survivors_were_switched_off(rig: Rig):
+    rig.link(*FIRST)
+    rig.link(*SLID, seed=1)
+    served = rig.plan(rig.request(*SLID))
+    assert served.points[5] is OperatingPoint.SURVIVED
+    assert served.approximate == {OperatingPoint.SURVIVED}, "checks of such requests count for these"
+    rig.fidelity.disable(OperatingPoint.SURVIVED, "a test")
+    rig.fidelity.allow(OperatingPoint.SURVIVED)
+    assert rig.plan(rig.request(*SLID)).points[4:6] == [None] * 2, "it was computed behind what may be wrong"
+
+
+def test_what_was_linked_by_a_patch_serves_those_alone_who_ask_in_the_same_way(rig: Rig):
+    request = rig.request(HEAD, "1", "a", "2", [7])
+    rig.finish(request, rig.plan(request), 0, made_at=OperatingPoint.PATCHED)
+    kept = rig.plan(request)
+    assert set(kept.points[1:4]) == {OperatingPoint.SURVIVED}
+    assert "patched" in kept.chunk_outcomes()[0].reason
+    assert rig.plan(replace(request, text="strict")).points == [OperatingPoint.PREFIX, *[None] * 4]
+
+
+def test_kv_that_was_turned_in_its_blocks_is_not_kept_to_be_turned_again(rig: Rig):
+    request = rig.request(HEAD, "1", "a", "2", "b", [7])
+    blocks = tuple(CachedBlock(i, "acme", (), (), frame, 0) for i, frame in enumerate((0, 3)))
+    rig.finish(request, rig.plan(request, 3), 0, prefix=PrefixMatch(20, blocks, (), 3))  # the second one is its own
+    assert [point is not None for point in rig.plan(request, 3).points] == [False] * 3 + [True] * 2
 
 
 def test_survivors_exact_are_mode_exact_in_requests_and_their_announcements():

@@ -21,6 +21,7 @@ from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.paths import record_path
 from prefill_workers.background.session_refresh import SessionRefresh
+from prefill_workers.block_index import NO_MATCH
 from prefill_workers.link.place_kv import write_chunks
 from prefill_workers.link.session_links import SessionLinks
 from prefill_workers.modes import OperatingPoint
@@ -69,6 +70,7 @@ class Worker:
         plan: Any = SimpleNamespace(
             request=request,
             sequence=sequence,
+            prefix=NO_MATCH,
             session=session,
             chunks=[
                 SimpleNamespace(span=span, embeddings=None, made_at=kept.get(i, computed).operating_point)

@@ -118,9 +118,11 @@ async def test_metrics_count_sessions_and_segments_by_operating_point(roles: Rol
 
 
 def test_a_request_names_its_session():
-    options = parse_options({"session": {"id": "agent-7", "from": "agent-6", "clean": True, "survivors": "keep"}})
+    options = parse_options(
+        {"session": {"id": "agent-7", "from": "agent-6", "clean": True, "survivors": "keep", "cascade_tokens": 512}}
+    )
     assert options.session is not None
-    assert options.session.ref == SessionRef("agent-7", "agent-6", True, Survivors.KEEP)
+    assert options.session.ref == SessionRef("agent-7", "agent-6", True, Survivors.KEEP, 512)
     assert parse_options({"session": {"id": "a"}}).session.ref == SessionRef("a")
 
 
@@ -137,6 +139,7 @@ def test_a_request_names_its_session():
             "orbit.session.survivors",
             "'removal' or 'exact'",
         ),
+        ({"session": {"id": "a", "cascade_tokens": 0}}, "orbit.session.cascade_tokens", "greater than or equal to 1"),
         ({"session": {"id": "a", "name": 1}}, "orbit.session.name", "not permitted"),
         ({"session": {"id": "a"}, "mode": "mpic-32"}, "orbit.session", "mode auto or exact, not mpic-32"),
         ({"session": {"id": "a"}, "order": "free"}, "orbit.session", "order fixed"),
