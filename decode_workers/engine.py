@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from decode_workers.admission import Admission
 from decode_workers.spec import DecodeSpec
 from infra.gpu import uses_gpu
-from infra.hand_back import HELD_SECONDS, is_offer
+from infra.hand_back import HELD_SECONDS, is_asked, is_offer, offered
 from infra.kv_window import held_tokens, refusal, window_of
 from infra.pace import Pace
 from infra.vllm_arguments import hand_off_arguments
@@ -173,6 +173,8 @@ class DecodeEngine:
                 except Exception as error:  # vLLM's: it ended the request itself
                     room.until = None
                     if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, NonFiniteLogits):
+                        if is_asked(transfer):  # and holds the answer, if it was the last token's
+                            room.until = partial(asyncio.sleep, HELD_SECONDS + _LOOK_SECONDS)
                         raise error.__cause__ from None
                     raise
         finally:
@@ -182,7 +184,7 @@ class DecodeEngine:
     def _offered(self, output: RequestOutput) -> Callable[[], Coroutine[Any, Any, None]]:
         """Complete the offer of an answer's KV; returns what waits until vLLM has freed it."""
         assert output.kv_transfer_params is not None
-        output.kv_transfer_params = {**output.kv_transfer_params, BLOCK_SIZE: self.admission.block_size}
+        output.kv_transfer_params = offered(output.kv_transfer_params, self.admission.block_size)
         name = str(output.kv_transfer_params["remote_request_id"])
         ended = self._offers[name] = asyncio.Event()
         return partial(self._handed_back, name, ended)
@@ -192,7 +194,7 @@ class DecodeEngine:
             async with asyncio.timeout(HELD_SECONDS + _LOOK_SECONDS):  # by then vLLM has freed it by itself
                 await ended.wait()
         except TimeoutError:
-            logger.warning("the KV of answer %s was offered, and nobody told that it was read", name)
+            logger.info("nobody has read the KV of answer %s, which was held for %d s", name, HELD_SECONDS)
         finally:
             del self._offers[name]
         for _ in range(2):  # vLLM's core answers between two steps, and frees in a step what it was told of before
@@ -200,7 +202,7 @@ class DecodeEngine:
                 await self.all_blocks_free()
 
     def end_hand_back(self, request: str) -> None:
-        """Note that an answer's KV was read, or never will be; of another engine's answer nothing."""
+        """Note that vLLM was told of an answer that it is read, or never will be; of others nothing."""
         if (ended := self._offers.get(request)) is not None:
             ended.set()
 

@@ -21,12 +21,12 @@ class HandBackConnector(NixlConnector):
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """See vLLM's connector; called for aborted requests, too, whose KV nobody gets."""
         with self._offering(request):
-            return super().request_finished(request, block_ids)
+            return self._held(request, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         """See `request_finished`."""
         with self._offering(request):
-            return super().request_finished_all_groups(request, block_ids)
+            return self._held(request, super().request_finished_all_groups(request, block_ids))
 
     @contextmanager
     def _offering(self, request: Any) -> Iterator[None]:
@@ -34,9 +34,16 @@ class HandBackConnector(NixlConnector):
         if not is_asked(request.kv_transfer_params):
             yield
             return
-        scheduler._reqs_in_batch.add(request.request_id)  # of others its worker heeds no reader
         scheduler.is_bidirectional_kv_xfer_enabled = True
         try:
             yield
         finally:
             scheduler.is_bidirectional_kv_xfer_enabled = False
+
+    def _held(self, request: Any, ended: Any) -> Any:
+        """Have the worker half heed who reads an answer that is held: it does for requests of a batch alone."""
+        is_held, _ = ended
+        if is_held:
+            scheduler: Any = self.connector_scheduler
+            scheduler._reqs_in_batch.add(request.request_id)
+        return ended

@@ -6,11 +6,15 @@ prompt has read them, or `HELD_SECONDS` have passed. Without torch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from infra.vllm_env import BLOCK_SIZE
+
 HELD_SECONDS = 30  # for a prefill worker to read, between two forwards; one that has died never will
-_ASKED = "hands_back"  # in `kv_transfer_params`
+_ASKED, _UNTIL = "hands_back", "held_until"  # in `kv_transfer_params`
+_MARGIN_SECONDS = 10  # by which hosts' clocks may differ
 
 
 def asking(transfer: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,3 +30,13 @@ def is_asked(transfer: Mapping[str, Any] | None) -> bool:
 def is_offer(transfer: Mapping[str, Any] | None) -> bool:
     """True if vLLM's `kv_transfer_params` of an answer that has ended name blocks to be read."""
     return any((transfer or {}).get("remote_block_ids") or ())
+
+
+def offered(transfer: Mapping[str, Any], block_size: int) -> dict[str, Any]:
+    """vLLM's offer of an answer that has just ended, with what a prefill worker must know besides."""
+    return {**transfer, BLOCK_SIZE: block_size, _UNTIL: time.time() + HELD_SECONDS}
+
+
+def is_held(offer: Mapping[str, Any]) -> bool:
+    """True while the blocks on offer are the answer's for sure; afterwards they may be another request's."""
+    return time.time() < float(offer[_UNTIL]) - _MARGIN_SECONDS

@@ -332,6 +332,7 @@ class LinkResult:
     select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
     session: SessionOutcome | None = None  # of a request with a session
     kv: HandedOff | None = None
+    reads_answer: bool = False  # from the decode engine, once it has ended
 
     @property
     def chunk_tokens_reused(self) -> int:

@@ -157,7 +157,8 @@ class LoopLimits:
         patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
             that are on their way.
         host_bytes: host memory for blocks that prompts may begin with, behind the pool.
-        keeps_answers: whether the KV of answers is kept, where prompts' blocks are.
+        keeps_answers: whether the KV of answers is kept, where prompts' blocks are; `reads_answers`: whether it may be
+            read from decode engines.
     """
 
     budget: int
@@ -168,6 +169,7 @@ class LoopLimits:
     patience_seconds: float = 0.5
     host_bytes: int = 0
     keeps_answers: bool = True
+    reads_answers: bool = True
 
 
 class PrefillSettings(BaseModel):
@@ -319,8 +321,8 @@ class PrefillSettings(BaseModel):
         )
         return limits if composed_antecedents(compose_up_to) else limits.without_sums()
 
-    def loop_limits(self, compose_up_to: int) -> LoopLimits:
-        """Limits of the loop, where pair patches behind so many antecedents are summed."""
+    def loop_limits(self, compose_up_to: int, *, reads_answers: bool) -> LoopLimits:
+        """Limits of the loop, where pair patches behind so many antecedents are summed, and decode engines are read."""
         return LoopLimits(
             budget=self.max_batch_tokens,
             max_queue=self.max_queue,
@@ -329,4 +331,5 @@ class PrefillSettings(BaseModel):
             compiles=self.compile_limits(compose_up_to),
             host_bytes=self.prefix_cache_bytes,
             keeps_answers=self.keep_answers,
+            reads_answers=self.may_pull_answers and reads_answers,
         )

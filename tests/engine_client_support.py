@@ -50,6 +50,7 @@ class Roles:
         self.prefetched: list[PrefetchRequest] = []
         self.encoded: list[list[str]] = []
         self.lacking: list[str] = []  # what a prefetch answers
+        self.reads_answers = True
         self.tokens_computed: list[int] = []  # what the next links say of themselves
 
     def _maybe_fail(self, name: str) -> None:
@@ -78,7 +79,9 @@ class Roles:
         stages = {"forward": 1.0}
         kv = None if self.kept is None else HandedOff(len(request.token_ids), self.kept, 100 * self.kept)
         transfer = {"remote_request_id": lease}
-        return LinkResult(lease, transfer, (outcome,), 5, computed, stages, first_token=first, kv=kv)
+        return LinkResult(
+            lease, transfer, (outcome,), 5, computed, stages, first_token=first, kv=kv, reads_answer=self.reads_answers
+        )
 
     async def generate(
         self, token_ids: list[int], transfer: dict[str, Any], params: Any, request_id: str, **options: Any
@@ -114,7 +117,7 @@ class Roles:
         self._maybe_fail("health")
 
 
-def client_of(roles: Roles, pulls: bool = True) -> LinkedEngineClient:
+def client_of(roles: Roles) -> LinkedEngineClient:
     """A client without vLLM's renderer, which none of these tests reaches."""
     client = object.__new__(LinkedEngineClient)
     client._roles = roles
@@ -124,7 +127,7 @@ def client_of(roles: Roles, pulls: bool = True) -> LinkedEngineClient:
     client.orderer = PatchAwareOrderer()
     client._first_tokens, client._vocabulary = True, 1000
     client._lease_seconds = 0.06
-    client._keeps_answers, client._pulls_answers, client._telling = True, pulls, set()
+    client._keeps_answers, client._telling = True, set()
     client.renderer = SimpleNamespace(validate_token_ids=lambda ids: None)
     client.input_processor = SimpleNamespace(
         _validate_prompt_len=lambda length, kind: None,
@@ -136,11 +139,11 @@ def client_of(roles: Roles, pulls: bool = True) -> LinkedEngineClient:
     return client
 
 
-async def ask(roles: Roles, trace: RequestTrace | None = None, pulls: bool = True, **params: Any) -> list[Any]:
+async def ask(roles: Roles, trace: RequestTrace | None = None, **params: Any) -> list[Any]:
     set_trace(trace or RequestTrace())
     prompt = {"type": "token", "prompt_token_ids": list(range(12))}
     sampling = SamplingParams(**{"output_kind": RequestOutputKind.DELTA, **params})
-    return [output async for output in client_of(roles, pulls).generate(prompt, sampling, "request")]
+    return [output async for output in client_of(roles).generate(prompt, sampling, "request")]
 
 
 def tokens_of(outputs: list[Any]) -> list[int]:

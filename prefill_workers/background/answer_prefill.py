@@ -87,10 +87,15 @@ class AnswerPrefill:
         """Counters, from any thread."""
         return AnswerStats(len(self._waiting), self._tokens, self._pulls.tokens, dict(self._given_up))
 
+    @staticmethod
+    def is_kept(plan: LinkPlan) -> bool:
+        """True if the answer behind a link may be kept: if the whole prompt is."""
+        session = plan.session
+        return plan.chain is not None and (session is None or session.shareable_tokens >= len(plan.sequence))
+
     def remember(self, plan: LinkPlan, lease: str) -> None:
         """Remember a finished link until its answer comes, if the whole prompt is kept."""
-        session = plan.session
-        if plan.chain is None or (session is not None and session.shareable_tokens < len(plan.sequence)):
+        if not self.is_kept(plan):
             return
         self._linked[lease] = plan.request, plan.frame, forms_of(plan)
         if len(self._linked) > _MOST_LINKS:
@@ -101,29 +106,35 @@ class AnswerPrefill:
         lease: str,
         token_ids: Sequence[int],
         offer: Mapping[str, Any] | None = None,
-        ended: Future[None] | None = None,
+        ended: Future[bool] | None = None,
     ) -> None:
         """Take up the answer behind a link; not behind another worker's, nor one of long ago.
 
         Args:
             offer: by which its KV can be read from a decode engine (`kv_transfer_params`).
-            ended: set once that needs to be held no more; not by another worker than the link's.
+            ended: see `AnswerPulls.begin`.
         """
         ended, linked = ended or Future(), self._linked.pop(lease, None)
         if linked is None:
-            ended.set_result(None)
+            ended.set_result(False)
             return
         request, frame, forms = linked
         both = replace(request, token_ids=[*request.token_ids, *token_ids])
         answer = Answer(both, len(request.token_ids), frame, forms, self._pool.block_size)
-        if offer is None or not self._pulls.begin(answer, offer, ended):
+        if offer is None:
+            ended.set_result(False)
             self._queue(answer)
-            ended.set_result(None)
+        elif not self._pulls.begin(answer, offer, ended):
+            self._queue(answer)
 
     def poll(self) -> None:
         """End pulls whose KV has come; what failed is computed."""
         for answer in self._pulls.poll():
             self._queue(answer)
+
+    def give_up_pulls(self) -> None:
+        """Let nobody wait for pulls: the loop ends."""
+        self._pulls.give_up()
 
     def _queue(self, answer: Answer) -> None:
         self._waiting[next(self._numbers)] = answer

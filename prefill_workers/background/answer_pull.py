@@ -12,12 +12,13 @@ KV that the next token was drawn from at each step: computed a token at a time, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infra.hand_back import is_held
 from infra.vllm_env import BLOCK_SIZE
 from prefill_workers.background.answer import Answer
 from prefill_workers.block_index import PrefixMatch
@@ -37,7 +38,8 @@ class _Pull:
     lease: Lease
     stop: int
     epoch: int
-    ended: Future[None]
+    offer: Mapping[str, Any]
+    ended: Future[bool]
 
 
 class AnswerPulls:
@@ -58,12 +60,14 @@ class AnswerPulls:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def begin(self, answer: Answer, offer: Mapping[str, Any], ended: Future[None]) -> bool:
-        """Begin to read an answer's KV from a decode engine.
+    def begin(self, answer: Answer, offer: Mapping[str, Any], ended: Future[bool]) -> bool:
+        """Begin to read an answer's KV from a decode engine. False if it comes too late, is known, or finds no room.
 
-        `ended` is set once that engine needs to hold it no more. False if it cannot be read, is known, or finds no
-        room; the decode engine frees it then.
+        `ended` is set in the end: to True if the decode engine was told that it need not hold the KV any more.
         """
+        if not is_held(offer):
+            ended.set_result(False)
+            return False
         size, epoch = self._pool.block_size, self._hits.epoch
         match = self._hits.match(answer.request, answer.chain, answer.frame, answer.tokens)
         full = match.tokens // size
@@ -79,26 +83,28 @@ class AnswerPulls:
             whole_blocks = replace(match, tokens=full * size, blocks=match.blocks[:full])
             with suppress(PoolExhausted):
                 lease = self._pool.allocate(stop, readers=0, match=whole_blocks)
-        if lease is None:
-            self._read(f"refused-{offer['remote_request_id']}", (), offer)
-            return False
-        if not self._read(lease.id, lease.blocks[full:], {**offer, "remote_block_ids": (remote,)}):
-            self._pool.abandon(lease.id)
-            return False
-        self._under_way[lease.id] = _Pull(answer, match, lease, stop, epoch, ended)
-        return True
-
-    def _read(self, name: str, blocks: Sequence[int], offer: Mapping[str, Any]) -> bool:
-        """Begin to read into blocks; without blocks the decode engine is told that nobody will. False if that fails."""
         try:
-            self._engine.pull_kv(name, blocks, offer)
+            if lease is None:
+                ended.set_result(self._engine.pull_kv(f"refused-{offer['remote_request_id']}", (), offer))
+                return False
+            self._engine.pull_kv(lease.id, lease.blocks[full:], {**offer, "remote_block_ids": (remote,)})
         except Exception as error:
             logger.warning("an answer's KV cannot be read: %s", error)
+            if lease is not None:
+                self._pool.abandon(lease.id)
+            ended.set_result(False)
             return False
+        self._under_way[lease.id] = _Pull(answer, match, lease, stop, epoch, offer, ended)
         return True
 
+    def give_up(self) -> None:
+        """Let nobody wait for the pulls under way."""
+        for pull in self._under_way.values():
+            with suppress(InvalidStateError):
+                pull.ended.set_result(False)
+
     def poll(self) -> Iterator[Answer]:
-        """Name the blocks of pulls that have ended; yields the answers of those that failed."""
+        """Name the blocks of pulls that have ended; yields the answers of those that failed, or took too long."""
         for lease in self._under_way:
             self._pool.renew(lease)
         well, badly = self._engine.poll_pulls()
@@ -106,13 +112,14 @@ class AnswerPulls:
             if (pull := self._under_way.pop(name, None)) is None:  # refused
                 continue
             answer, match = pull.answer, pull.match
-            if name in well:
+            has_come = name in well and is_held(pull.offer)
+            if has_come:
                 until = None if pull.stop == answer.tokens else pull.stop
                 blocks, chain, frame = pull.lease.blocks, answer.chain, answer.frame
                 self._hits.index.add(blocks, chain, match.forms, match, frame, pull.epoch, until)
                 self.tokens += pull.stop - match.tokens
             self._pool.abandon(name)
             with suppress(InvalidStateError):  # who waited has left
-                pull.ended.set_result(None)
-            if name in badly:
+                pull.ended.set_result(name in well)
+            if not has_come:
                 yield answer

@@ -76,7 +76,7 @@ class IdleWork:
         activity: of requests; what was seen once waits, at even odds of its coming again, for as long as it is patient.
         clock: monotonic seconds.
         crowded: whether the patch compiler has enough to do.
-        keeps_answers: whether the KV of answers is kept, where prompts' blocks are.
+        keeps_answers, reads_answers: see `LoopLimits`.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class IdleWork:
         clock: Clock,
         crowded: Callable[[], bool],
         keeps_answers: bool,
+        reads_answers: bool,
     ) -> None:
         engine, library, prefixes = linker.engine, linker.library, linker.prefixes
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
@@ -102,6 +103,7 @@ class IdleWork:
         self._refresh = caches.register(SessionRefresh(engine, library, linker.sessions, scratch))
         self._load_bearing = caches.register(LoadBearingChecks(engine, library, harvester, pool, scratch))
         self._answers: AnswerPrefill | None = None
+        self._reads_answers = reads_answers
         if keeps_answers and prefixes is not None:
             self._answers = caches.register(AnswerPrefill(engine, pool, prefixes, scratch.piece))
         self._precompiler = caches.register(
@@ -142,11 +144,20 @@ class IdleWork:
         self._hastened = until
 
     def keep_answer(
-        self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None, ended: Future[None]
+        self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None, ended: Future[bool]
     ) -> None:
         """Take up the answer behind a link; see `AnswerPrefill.add`."""
         assert self._answers is not None
         self._answers.add(lease, token_ids, offer, ended)
+
+    def reads_answer(self, plan: LinkPlan) -> bool:
+        """True if the answer behind a link would be read from its decode engine."""
+        return self._answers is not None and self._reads_answers and self._answers.is_kept(plan)
+
+    def give_up_pulls(self) -> None:
+        """Let nobody wait for pulls: the loop ends."""
+        if self._answers is not None:
+            self._answers.give_up_pulls()
 
     def poll_pulls(self) -> None:
         """End pulls of answers whose KV has come."""

@@ -99,12 +99,21 @@ def check_hand_off(layout: Layout, prefill_ranks: int, decode_ranks: int) -> Non
         UnsupportedEngine: it cannot.
     """
     heads = layout.segments[0].heads
-    if layout.family != "mla" and decode_ranks < prefill_ranks and prefill_ranks > heads:
+    if not _notifies_all(layout, decode_ranks, prefill_ranks):
         raise UnsupportedEngine(
             f"prefill.tensor_parallel_size: {prefill_ranks} ranks hold copies of {heads} KV heads, and "
             f"decode.tensor_parallel_size: {decode_ranks} would read from some of them only; use at most {heads} for "
             f"prefill, or at least {prefill_ranks} for decode"
         )
+
+
+def may_read_answers(layout: Layout, prefill_ranks: int, decode_ranks: int) -> bool:
+    """True if a prefill engine of so many ranks can notify every rank of a decode engine; see `check_hand_off`."""
+    return _notifies_all(layout, prefill_ranks, decode_ranks)
+
+
+def _notifies_all(layout: Layout, readers: int, read: int) -> bool:
+    return layout.family == "mla" or readers >= read or read <= layout.segments[0].heads
 
 
 class PrefillEngine:
@@ -384,15 +393,15 @@ class PrefillEngine:
         """
         return self._notes.take(self._call_all("poll_handoffs"), held)
 
-    def pull_kv(self, name: str, blocks: Sequence[int], offer: Mapping[str, Any]) -> None:
+    def pull_kv(self, name: str, blocks: Sequence[int], offer: Mapping[str, Any]) -> bool:
         """Begin to read KV that a decode engine offers; without blocks, tell it that nobody will.
 
-        `poll_pulls` says under this name that it has ended.
+        `poll_pulls` says under this name that it has ended. False if a handshake comes first.
 
         Args:
             offer: the decode engine's `kv_transfer_params`, with as many blocks.
         """
-        self._call_all("pull_kv", name, list(blocks), dict(offer))
+        return all(self._call_all("pull_kv", name, list(blocks), dict(offer)))
 
     def poll_pulls(self) -> tuple[list[str], list[str]]:
         """Names of pulls that have ended on all ranks since the last call: well, and not."""

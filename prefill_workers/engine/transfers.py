@@ -30,11 +30,15 @@ class HandOffs:
         notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
         return parsed(note for arrived in notes.values() for note in arrived)
 
-    def pull_kv(self, name: str, blocks: Sequence[int], offer: dict[str, Any]) -> None:
-        """Begin to read KV that a decode engine offers; without blocks, have it free that."""
+    def pull_kv(self, name: str, blocks: Sequence[int], offer: dict[str, Any]) -> bool:
+        """Begin to read KV that a decode engine offers; without blocks, have it free that.
+
+        False if a handshake with the engine comes first.
+        """
         asked = NixlConnectorMetadata()
         asked.add_new_req_to_recv(name, (list(blocks),) if blocks else (), offer, awaiting_kvs=bool(blocks))
         self._puller.start_load_kv(asked)
+        return offer["remote_engine_id"] in self._puller._remote_agents
 
     def poll_pulls(self) -> tuple[list[str], list[str]]:
         """Names of pulls that have ended here since the last call: well, and not."""

@@ -136,6 +136,7 @@ class LinkRunner:
             first_token=job.first_token,
             session=None if plan.session is None else plan.session.outcome(),
             kv=HandedOff(tokens, kept, self._engine.stored_bytes(kept)),
+            reads_answer=self._idle_work.reads_answer(plan),
         )
         try:
             job.done.set_result(result)

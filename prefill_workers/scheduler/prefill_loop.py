@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -111,6 +112,7 @@ class PrefillLoop:
             clock=clock,
             crowded=crowded,
             keeps_answers=limits.keeps_answers,
+            reads_answers=limits.reads_answers,
         )
         self._background = caches.register(idle_work)
         self._runner = LinkRunner(
@@ -240,22 +242,28 @@ class PrefillLoop:
         chain = prefix_chain(request.tenant, request.token_ids, request.chunks, self._pool.block_size)
         return self.call(partial(self._host.restore, request, chain)) if self._host.holds(chain) else None
 
-    def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> Future[None]:
+    def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> Future[bool]:
         """Read an answer's KV, or compute it in idle time, behind a link of late.
 
         Args:
             offer: of a decode engine, by which it can be read.
 
-        Returns: ends once the decode engine need not hold it any more.
+        Returns: True once the decode engine was told that it need not hold it any more; False if it was not.
 
         Raises:
             RuntimeError: the loop ends, or has ended.
         """
-        ended: Future[None] = Future()
-        if self._background.accepts_answers:
-            self.call(partial(self._background.keep_answer, lease, token_ids, offer, ended))
-        else:
-            ended.set_result(None)
+        ended: Future[bool] = Future()
+        if not self._background.accepts_answers:
+            ended.set_result(False)
+            return ended
+
+        def pass_on(called: Future[None]) -> None:
+            if (error := called.exception()) is not None:
+                with suppress(InvalidStateError):
+                    ended.set_exception(error)
+
+        self.call(partial(self._background.keep_answer, lease, token_ids, offer, ended)).add_done_callback(pass_on)
         return ended
 
     def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
@@ -354,6 +362,7 @@ class PrefillLoop:
                 self._scheduler.fail([*self._scheduler.running, *self._scheduler.waiting], error)
                 self._encode_queue.refuse(error)
                 self._refuse_calls()
+                self._background.give_up_pulls()
             raise
 
     def _turn_until_stopped(self) -> None:

@@ -132,7 +132,6 @@ class LinkedEngineClient(EngineOverRoles):
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
         self._keeps_answers = prefill.prefix_cache and prefill.keep_answers
-        self._pulls_answers = prefill.may_pull_answers
         self._telling: set[asyncio.Task[None]] = set()
 
     # -- generate -----------------------------------------------------------------------------------------------------
@@ -400,7 +399,7 @@ class LinkedEngineClient(EngineOverRoles):
     def _is_wanted_back(self, linked: LinkResult, request: LinkRequest) -> bool:
         """True if the worker that linked a prompt reads the answer's KV: if the decode engine has all of both."""
         is_whole = linked.kv is None or linked.kv.kept == linked.kv.tokens
-        return self._pulls_answers and self._is_kept(request) and is_whole and window_of(linked.transfer) is None
+        return linked.reads_answer and self._is_kept(request) and is_whole and window_of(linked.transfer) is None
 
     def _keep_answer(
         self, answer: AnswerStream, linked: LinkResult, request: LinkRequest, offer: Mapping[str, Any] | None

@@ -149,10 +149,11 @@ class RayRoles:
         """Best effort. All replicas are told: none else knows whose lease it is, nor the `offer`."""
         seconds = _RENEWAL_SECONDS if offer is None else HELD_SECONDS  # to read it, between two forwards
         try:
-            await answers_in_time(self.prefill, seconds, "keep_answer", lease, tuple(token_ids), offer)
+            told = await answers_in_time(self.prefill, seconds, "keep_answer", lease, tuple(token_ids), offer)
         except Exception as error:
             logger.debug("the answer behind lease %s is not kept: %s", lease, error)
-        if offer is None:
+            return
+        if offer is None or True not in told:  # vLLM holds it for its time, and the decode worker counts it
             return
         try:
             name = offer["remote_request_id"]

@@ -30,6 +30,7 @@ from prefill_workers.protocol import (
     Refusal,
     SessionStats,
     lease_owner,
+    replica_of,
 )
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
@@ -75,7 +76,7 @@ class PrefillWorker:
         self._meter = PrefillMeter(config.library.load_threads)
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=address_for_peers())
         from kvstore.library import Library
-        from prefill_workers.engine.engine import PrefillEngine, check_hand_off
+        from prefill_workers.engine.engine import PrefillEngine, check_hand_off, may_read_answers
         from prefill_workers.engine.self_check import require_self_check
         from prefill_workers.patches.device_forming import DeviceForming
         from prefill_workers.patches.harvester import Harvester
@@ -85,7 +86,8 @@ class PrefillWorker:
         from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
         self._engine = PrefillEngine(prefill_spec(config))
-        check_hand_off(self._engine.layout, settings.tensor_parallel_size, config.decode.tensor_parallel_size)
+        ranks = settings.tensor_parallel_size, config.decode.tensor_parallel_size
+        check_hand_off(self._engine.layout, *ranks)
         if settings.self_check:
             for outcome in require_self_check(self._engine):
                 logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
@@ -108,7 +110,7 @@ class PrefillWorker:
         self._loop = PrefillLoop(
             linker,
             Harvester(self._engine, self._library, form, self._patch_queue.submit),
-            settings.loop_limits(linker.compose_up_to),
+            settings.loop_limits(linker.compose_up_to, reads_answers=may_read_answers(self._engine.layout, *ranks)),
             owner=lease_owner(os.getpid(), self._name),
             cost_model=measure_forward_cost(self._engine),
             load_budget=self._load_budget,
@@ -254,12 +256,14 @@ class PrefillWorker:
         """Keep a link's KV for longer: it is still wanted. Returns what this replica knows of it."""
         return self._loop.renew(lease)
 
-    async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> None:
+    async def keep_answer(self, lease: str, token_ids: Sequence[int], offer: Mapping[str, Any] | None = None) -> bool:
         """Read an answer's KV, or compute it in idle time, if the link was made here.
 
-        Returns once the decode worker that offers it need not hold it any more.
+        Returns True once vLLM was told that it need not hold any more what it offers; False if it was not.
         """
-        await asyncio.wrap_future(self._loop.keep_answer(lease, token_ids, offer))
+        if replica_of(lease) != self._name:
+            return False
+        return await asyncio.wrap_future(self._loop.keep_answer(lease, token_ids, offer))
 
     async def fidelity(self) -> tuple[str, list[PointStatus]]:
         """This replica's name, and its measurements of every approximate operating point."""

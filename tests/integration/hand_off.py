@@ -252,7 +252,7 @@ def handed_back(rig: Any, parts: list[Any], decoding: Decoding) -> dict[str, Any
     ids = plan.sequence.token_ids.tolist()
     said = decoding.ask([*ids, result.first_token], asking(result.transfer), 5 * TOKENS)
     told = [result.first_token, *said["tokens"]]
-    rig.loop.keep_answer(result.lease, told, said["offer"]).result(60)
+    assert rig.loop.keep_answer(result.lease, told, said["offer"]).result(60)
     freed = decoding.end_hand_back(said["offer"]["remote_request_id"])
     rig.settle()
     whole = [*ids, *told]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from small_transformer import BLOCK, SPARE, Transformer
 from test_answer_prefill import ANSWER, PROMPT, Worker, next_turn, request
 
+from infra.hand_back import offered
 from infra.vllm_env import BLOCK_SIZE
 from prefill_workers.engine.transfer_notes import EndedPulls
 from prefill_workers.modes import Mode, OperatingPoint
@@ -28,10 +30,11 @@ class Reading(Transformer):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # name, blocks here and there
-        self.ends, self.fails = True, False
+        self.ends, self.fails, self.knows = True, False, True
 
-    def pull_kv(self, name: str, blocks: Sequence[int], offer: Mapping[str, Any]) -> None:
+    def pull_kv(self, name: str, blocks: Sequence[int], offer: Mapping[str, Any]) -> bool:
         self.asked.append((name, tuple(blocks), tuple(offer["remote_block_ids"][0])))
+        return self.knows
 
     def poll_pulls(self) -> tuple[list[str], list[str]]:
         if not self.ends:
@@ -60,11 +63,11 @@ class Pulling(Worker):
         self.engine.forward([(self.sequence(token_ids, SPARE), [Run(0, len(token_ids) - 1)])])
         self.engine.computed = 0
         blocks = list(SPARE)[: -(-len(token_ids) // BLOCK)]
-        offer = {"remote_request_id": "answer", "remote_num_tokens": len(token_ids) - 1, BLOCK_SIZE: BLOCK}
-        return {**offer, "remote_block_ids": [blocks], **fields}
+        offer = {"remote_request_id": "answer", "remote_num_tokens": len(token_ids) - 1, "remote_block_ids": [blocks]}
+        return {**offered(offer, BLOCK), **fields}
 
-    def pull(self, lease: str, offer: dict[str, Any]) -> Future[None]:
-        ended: Future[None] = Future()
+    def pull(self, lease: str, offer: dict[str, Any]) -> Future[bool]:
+        ended: Future[bool] = Future()
         self.answers.add(lease, ANSWER, offer, ended)
         return ended
 
@@ -86,7 +89,7 @@ def test_a_next_turn_begins_with_the_answer_as_the_decode_engine_computed_it(wor
     (_, here, there) = worker.engine.asked[0]
     assert len(here) == len(there) == 8 - len(PROMPT) // BLOCK
     worker.answers.poll()
-    assert ended.done()
+    assert ended.result(0) is True
     assert worker.answers.pulling == 0
     known, kv = worker.known(next_turn())
     assert known == 32
@@ -102,7 +105,7 @@ def test_what_could_not_be_read_is_computed(worker: Pulling):
     worker.engine.fails = True
     ended = worker.pull(lease, offer)
     worker.answers.poll()
-    assert ended.done()
+    assert ended.result(0) is False, "the decode engine holds it still"
     assert worker.idle() == 20
     known, kv = worker.known(next_turn())
     assert known == 32
@@ -114,10 +117,11 @@ def test_what_could_not_be_read_is_computed(worker: Pulling):
     [{BLOCK_SIZE: 2 * BLOCK}, {"remote_block_ids": [[40, 41]]}, {"remote_num_tokens": 12}],
     ids=["blocks of another size", "fewer blocks than tokens", "no more than is known"],
 )
-def test_what_does_not_fit_is_refused_and_computed(worker: Pulling, fields: dict[str, Any]):
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_does_not_fit_is_refused_and_computed(worker: Pulling, fields: dict[str, Any], knows: bool):
     lease, offer = worker.link(request()), worker.generated(**fields)
-    free = worker.pool.free
-    assert worker.pull(lease, offer).done()
+    free, worker.engine.knows = worker.pool.free, knows
+    assert worker.pull(lease, offer).result(0) is knows, "else the note waits for a handshake"
     assert [blocks for _, blocks, _ in worker.engine.asked] == [()], "the decode engine is told"
     assert (worker.answers.pulling, worker.pool.free) == (0, free)
     assert worker.idle() == 20
@@ -129,7 +133,7 @@ def test_an_engine_that_cannot_read_costs_no_answer(worker: Pulling):
 
     lease, offer = worker.link(request()), worker.generated()
     free, worker.engine.pull_kv = worker.pool.free, broken
-    assert worker.pull(lease, offer).done()
+    assert worker.pull(lease, offer).result(0) is False
     assert worker.pool.free == free
     assert worker.idle() == 20
 
@@ -148,6 +152,29 @@ def test_without_room_nothing_is_read():
         worker.pool.allocate(8 * BLOCK, readers=1)
         assert worker.pull(lease, offer).done()
         assert worker.answers.pulling == 0
+
+
+@pytest.mark.parametrize("after", [0.0, 25.0])
+def test_what_the_decode_engine_may_have_given_to_others_is_not_named(
+    worker: Pulling, monkeypatch: pytest.MonkeyPatch, after: float
+):
+    """It comes too late to be read, or while it is read the time ends for which it is held."""
+    now = [1000.0]
+    monkeypatch.setattr("infra.hand_back.time", SimpleNamespace(time=lambda: now[0]))
+    lease, offer = worker.link(request()), worker.generated()
+    now[0] += 25 - after
+    ended = worker.pull(lease, offer)
+    now[0] += after
+    worker.answers.poll()
+    assert ended.result(0) is (after > 0), "a read that has ended is told"
+    assert worker.known(next_turn())[0] == 12
+    assert worker.idle() == 20
+
+
+def test_nobody_waits_for_pulls_of_a_loop_that_ends(worker: Pulling):
+    ended = worker.pull(worker.link(request()), worker.generated())
+    worker.answers.give_up_pulls()
+    assert ended.result(0) is False
 
 
 def test_blocks_are_held_while_they_are_read_however_long_that_takes():
@@ -197,7 +224,7 @@ def test_of_an_answer_behind_other_kv_than_is_known_now_nothing_is_read(worker: 
 
 
 def test_another_workers_answer_is_neither_read_nor_refused(worker: Pulling):
-    assert worker.pull("another worker's", worker.generated()).done()
+    assert worker.pull("another worker's", worker.generated()).result(0) is False
     assert worker.engine.asked == []
 
 

@@ -28,7 +28,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvstore.errors import TierUnavailable
 from kvstore.forget import ForgetRegistry
 from prefill_workers.background.patch_precompiler import CompileStats
-from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded, PromptTooLarge
+from prefill_workers.protocol import (
+    ChunkSpan,
+    LeaseState,
+    LinkRequest,
+    Overloaded,
+    PixelsNeeded,
+    PromptTooLarge,
+    lease_owner,
+)
 from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.loop_stats import LoopStats
 from serving.api.app import ProcessedImages
@@ -411,35 +419,42 @@ async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed(monk
 
 async def test_all_prefill_workers_are_told_an_answer_and_what_fails_costs_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray_roles, "_RENEWAL_SECONDS", 0.05)
-    workers = Workers([None, RayActorError(), HANGS])
+    workers = Workers([False, RayActorError(), HANGS])
     roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
     await roles.keep_answer("lease-1", [7, 8])
     assert workers.called == [("keep_answer", "lease-1", (7, 8), None)]
-    worker, told, read = prefill_worker(), list[Any](), Future[None]()
+    worker, told, read = prefill_worker(), list[Any](), Future[bool]()
 
-    def keep_answer(*answer: Any) -> Future[None]:
+    def keep_answer(*answer: Any) -> Future[bool]:
         told.append(answer)
         return read
 
     worker._loop.keep_answer = keep_answer
-    keeping = asyncio.create_task(worker.keep_answer("lease-1", (7, 8), {"remote_request_id": "answer"}))
+    monkeypatch.setattr("serving.replicas.prefill.replica_name", lambda: "own")
+    assert not await worker.keep_answer(f"{lease_owner(1, 'another')}-1", (7, 8), {"remote_request_id": "answer"})
+    own = f"{lease_owner(1, 'own')}-1"
+    keeping = asyncio.create_task(worker.keep_answer(own, (7, 8), {"remote_request_id": "answer"}))
     await asyncio.sleep(0.02)
-    assert told == [("lease-1", (7, 8), {"remote_request_id": "answer"})]
+    assert told == [(own, (7, 8), {"remote_request_id": "answer"})]
     assert not keeping.done(), "the decode worker must hold it"
-    read.set_result(None)
-    await keeping
+    read.set_result(True)
+    assert await keeping
 
 
-@pytest.mark.parametrize("prefill", [[None, None], [RayActorError()]], ids=["read", "the worker is gone"])
-async def test_all_decode_workers_are_told_that_an_answer_was_handed_back(
-    monkeypatch: pytest.MonkeyPatch, prefill: list[Any]
+@pytest.mark.parametrize(
+    ("prefill", "is_told"),
+    [([False, True], True), ([False, False], False), ([RayActorError()], False)],
+    ids=["read", "not read", "the worker is gone"],
+)
+async def test_all_decode_workers_are_told_that_an_answer_was_handed_back_once_vllm_was(
+    monkeypatch: pytest.MonkeyPatch, prefill: list[Any], is_told: bool
 ):
     monkeypatch.setattr(ray_roles, "_RENEWAL_SECONDS", 0.05)
     decode = Workers([None, RayActorError()])
     decode.options = lambda **_: None  # type: ignore[attr-defined]
     roles = RayRoles({"prefill": Workers(prefill), "decode": decode, "library": None}, NOBODY)
     await roles.keep_answer("lease-1", [7, 8], {"remote_request_id": "answer"})
-    assert decode.called == [("end_hand_back", "answer")]
+    assert decode.called == ([("end_hand_back", "answer")] if is_told else []), "vLLM holds it else for its time"
 
 
 async def test_a_prompt_is_planned_once_host_memory_has_given_back_what_it_begins_with():

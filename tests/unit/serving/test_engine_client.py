@@ -337,7 +337,8 @@ async def test_the_kv_of_an_answer_is_wanted_back_and_the_offer_goes_to_the_work
 
     asked: list[bool] = []
     roles = Offering()
-    outputs = await ask(roles, pulls=pulls)
+    roles.reads_answers = pulls
+    outputs = await ask(roles)
     await asyncio.sleep(0)
     assert asked == [pulls]
     assert roles.offers == [offer]
