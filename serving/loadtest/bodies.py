@@ -62,10 +62,13 @@ class Bodies:
         Raises:
             EndpointError: a picture could not be uploaded.
         """
-        orbit = {} if self._endpoint.orbit is None else {"orbit": dict(self._endpoint.orbit)}
+        options = dict(self._endpoint.orbit or {})
+        orbit = {"orbit": options} if options else {}
         if arrival.body is not None:
             return Body({"model": model, **orbit, **self._endpoint.fields, **arrival.body, **_STREAMED})
         ask = self._workload.ask(arrival.images, arrival.max_tokens)
+        if self._endpoint.sessions and ask.conversation:
+            orbit = {"orbit": {**options, "session": {"id": ask.conversation}}}
         replies: list[tuple[dict[str, Any], _Answer, str]] = []
         messages = [await self._message(role, parts, client, replies) for role, parts in ask.messages]
         own = {"model": model, "messages": messages, "max_tokens": ask.max_tokens, "temperature": 0}

@@ -7,7 +7,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -49,6 +49,9 @@ def loadtest(
     ] = None,
     mode: Annotated[str | None, typer.Option(help="`orbit.mode` of every request; default: not sent.")] = None,
     order: Annotated[str | None, typer.Option(help="`orbit.order` of every request; default: not sent.")] = None,
+    sessions: Annotated[
+        bool, typer.Option("--sessions", help="Of `agent` and `turns`: a conversation is a session (`orbit.session`).")
+    ] = False,
     images: Annotated[str, typer.Option(help="inline: data URLs; files: uploaded once to /v1/files.")] = "inline",
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers of full length, on servers that know `ignore_eos`.")
@@ -83,7 +86,8 @@ def loadtest(
         _refuse(problem)
     asked = {key: value for key, value in (("mode", mode), ("order", order)) if value is not None}
     fields: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
-    endpoint = Endpoint(url, model, api_key, asked or None, "files" if images == "files" else "inline", timeout, fields)
+    how: Literal["inline", "files"] = "files" if images == "files" else "inline"
+    endpoint = Endpoint(url, model, api_key, asked or None, how, timeout, sessions, fields)
     try:
         arrivals = None if trace is None else read_trace(trace)
         plan = Plan(_rates(rates, trace is not None), count, duration, warmup, seed, arrivals)

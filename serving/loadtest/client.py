@@ -45,6 +45,7 @@ class Endpoint:
     """A server and how it is asked.
 
     `orbit` is sent as the request's object of that name; None leaves it out, for servers that are not ours.
+    `sessions`: requests of a conversation name it as their session.
     `images`: `inline` sends data URLs; `files` uploads every picture once to /v1/files and names it.
     """
 
@@ -54,6 +55,7 @@ class Endpoint:
     orbit: Mapping[str, Any] | None = None
     images: Literal["inline", "files"] = "inline"
     timeout_s: float = 120.0
+    sessions: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request's body
 
     @property

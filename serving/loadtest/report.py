@@ -54,6 +54,7 @@ def document(
             "orbit": None if endpoint.orbit is None else dict(endpoint.orbit),
             "images": endpoint.images,
             "timeout_s": endpoint.timeout_s,
+            "sessions": endpoint.sessions,
             "fields": dict(endpoint.fields),
         },
         "workload": workload.describe(),

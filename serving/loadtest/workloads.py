@@ -85,11 +85,15 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: its messages, the most tokens that its answer may have, and its number."""
+    """One request: its messages, the most tokens that its answer may have, and its number.
+
+    `conversation`: name of what it goes on with; "": of nothing.
+    """
 
     messages: Messages
     max_tokens: int
     number: int
+    conversation: str = ""
 
 
 class Workload(BaseModel, ABC):
@@ -114,7 +118,7 @@ class Workload(BaseModel, ABC):
         random = np.random.default_rng([self.seed, 0x57E9, number])
         messages = self._messages(number, random, images)
         leading = ((("system", (self.system,)),) if self.system else ()) + messages
-        return Ask(leading, max_tokens or self.max_tokens, number)
+        return Ask(leading, max_tokens or self.max_tokens, number, self._conversation(number))
 
     @abstractmethod
     def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
@@ -122,6 +126,10 @@ class Workload(BaseModel, ABC):
 
         `images`: how many, where the parameters do not say.
         """
+
+    def _conversation(self, number: int) -> str:
+        """Name of the conversation that request `number` goes on with."""
+        return ""
 
     def _page(self, number: int) -> Picture:
         return Picture(self.seed, number, self.columns, self.rows)
@@ -211,23 +219,29 @@ class Agent(Workload):
         return self
 
     def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
-        turn, place = divmod(number, self.sessions)
-        life, step = divmod(turn, self.steps)
-        session, window = life * self.sessions + place, images or self.window
+        (session, step), window = self._place(number), images or self.window
         start = max(0, step + 1 - window)
-        task: tuple[Part, ...] = (f"task: {words(self._of(session), 12)}",)
-        messages: list[Message] = []
+        task = f"task: {words(self._of(session), 12)}"
+        messages: list[Message] = [("user", (task,)), ("assistant", ("ready",))]  # the same at every step
         for i in range(0 if self.keep_actions else start, step + 1):
-            shown = (f"step {i}:", self._screen(session, i)) if i >= start else (f"step {i}: shown no more",)
-            messages.append(("user", (*task, *shown)))
-            task = ()
+            messages.append(("user", (self._screen(session, i), f"step {i}") if i >= start else (f"step {i}, left",)))
             older = self._looks_back(session, i, window) if i >= start else None
             if older is not None:
                 messages.append(("assistant", (f"show step {older} once more",)))
-                messages.append(("user", (f"step {older}:", self._screen(session, older))))
+                messages.append(("user", (self._screen(session, older), f"step {older}")))
             if i < step:
                 messages.append(("assistant", (self._action(session, i),)))
         return tuple(messages)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Session and step of a request."""
+        turn, place = divmod(number, self.sessions)
+        life, step = divmod(turn, self.steps)
+        return life * self.sessions + place, step
+
+    def _conversation(self, number: int) -> str:
+        """See the base."""
+        return f"{self.name}-{self.seed}-{self._place(number)[0]}"
 
     def _of(self, session: int, step: int = 0, what: int = 0) -> np.random.Generator:
         return np.random.default_rng([self.seed, 0xA9E7, session, step, what])
@@ -262,7 +276,7 @@ class Turns(Workload):
         """See the base; a trace's number of images does not count, later turns would contradict earlier ones."""
         place, round_ = number % self.chats, number // self.chats
         life, turn = divmod(round_, self.turns)
-        chat, count = life * self.chats + place, min(self.image_turns, self.turns)
+        chat, count = self._chat(number), min(self.image_turns, self.turns)
         pictured = {i * self.turns // count: i for i in range(count)}
         messages: list[Message] = []
         for i in range(turn + 1):
@@ -273,6 +287,13 @@ class Turns(Workload):
                 asked = (life * self.turns + i) * self.chats + place
                 messages.append(("assistant", (Reply(asked, words(own, self.max_tokens)),)))
         return tuple(messages)
+
+    def _chat(self, number: int) -> int:
+        return number // (self.chats * self.turns) * self.chats + number % self.chats
+
+    def _conversation(self, number: int) -> str:
+        """See the base."""
+        return f"{self.name}-{self.seed}-{self._chat(number)}"
 
 
 class ImageFirst(Workload):

@@ -278,8 +278,11 @@ async def test_orbit_is_sent_only_where_it_is_asked_for():
     async with MockServer().running() as server:
         await run(server, [Arrival(0.0)])
         await run(server, [Arrival(0.0)], orbit={"mode": "mpic-32", "order": "free"}, fields={"ignore_eos": True})
-    plain, ours = server.bodies
+        subject = Subject(Endpoint(server.url, sessions=True), workload("agent", columns=2, rows=2, sessions=1))
+        await subject.run([Arrival(0.0), Arrival(0.0)])
+    plain, ours, *steps = server.bodies
     assert "orbit" not in plain
+    assert [step["orbit"] for step in steps] == [{"session": {"id": "agent-0-0"}}] * 2
     assert "ignore_eos" not in plain
     assert (ours["orbit"], ours["ignore_eos"]) == ({"mode": "mpic-32", "order": "free"}, True)
     assert plain["model"] == "mock"

@@ -80,11 +80,15 @@ def test_an_agents_window_slides_with_actions_between_the_screenshots():
     assert not {page for shown in first for page in shown} & {page for shown in second for page in shown}
     third = {page for ask in asks[16:] for page in pictures(ask)}  # new sessions, new screens
     assert not third & {page for shown in first + second for page in shown}
-    assert [role for role, _ in asks[14].messages] == ["user", "assistant", "user", "assistant", "user"]
-    actions = [parts[0] for ask in asks for role, parts in ask.messages if role == "assistant"]
+    assert [role for role, _ in asks[14].messages] == ["user", "assistant"] * 3 + ["user"]
+    assert asks[14].messages[:2] == asks[12].messages[:2], "a session finds its head again"
+    assert all(isinstance(parts[0], Picture) for role, parts in asks[14].messages[2::2]), "nothing else in front"
+    assert len({ask.conversation for ask in asks[:16]}) == 2
+    assert not {ask.conversation for ask in asks[16:]} & {ask.conversation for ask in asks[:16]}
+    actions = [parts[0] for ask in asks for role, parts in ask.messages if role == "assistant" and parts != ("ready",)]
     assert all(20 <= len(str(action).split()) <= 200 for action in actions)
     assert len({len(str(action).split()) for action in actions}) > 8
-    assert asks[14].messages[1] == asks[12].messages[3], "what stays is the same word for word"
+    assert asks[14].messages[3] == asks[12].messages[5], "what stays is the same word for word"
 
 
 def test_an_agent_looks_back_and_may_keep_the_words_of_what_has_left():
@@ -95,9 +99,9 @@ def test_an_agent_looks_back_and_may_keep_the_words_of_what_has_left():
         window = range(step - 2, step + 1)
         assert [page for page in shown if page in window][-3:][0] == step - 2
         assert shown[-1] < window[0], "it asks for a screenshot behind its newest one"
-        assert texts(asks[step]).count("shown no more") == window[0]
+        assert texts(asks[step]).count(", left") == window[0]
         actions = [
-            parts[0] for role, parts in asks[step].messages if role == "assistant" and "once more" not in parts[0]
+            parts[0] for role, parts in asks[step].messages[2:] if role == "assistant" and "once more" not in parts[0]
         ]
         assert len(actions) == step
     with pytest.raises(WorkloadError, match="longest_action is 3, shortest_action 20"):
@@ -115,6 +119,8 @@ def test_turns_of_a_chat_hold_what_was_said_before_and_bring_images_in_two():
         assert isinstance(reply, Reply)
         assert reply.request == earlier.number
     assert {ask.max_tokens for ask in asks} == {128}
+    assert len({ask.conversation for ask in chat}) == 1
+    assert asks[24].conversation not in {ask.conversation for ask in asks[:24]}
     assert len(asks[24].messages) == 1
     assert not {*pictures(asks[24])} & {page for ask in asks[:24] for page in pictures(ask)}
     assert pictures(workload("turns", image_turns=0).ask()) == []
