@@ -79,6 +79,11 @@ def is_available() -> bool:
     return True
 
 
+def may_store(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """True if Triton compiles stores of a number format for GPUs of a capability."""
+    return dtype != torch.float8_e4m3fn or capability >= (8, 9)
+
+
 def describe(chunks: Sequence[Placement], layout: Layout, dtype: torch.dtype) -> Descriptor:
     """The descriptor of one launch.
 

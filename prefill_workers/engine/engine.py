@@ -303,6 +303,8 @@ class PrefillEngine:
 
         Returns: as `write_kv`.
         """
+        if self.spec.tensor_parallel_size > 1:  # what lies in one piece they share, all else is pickled for each
+            chunks = [one._replace(kv=one.kv.contiguous()) for one in chunks]
         return self._calls.timed("place", chunks)[1]
 
     def on_device(self, chunks: Sequence[Tensor]) -> tuple[int, list[bool]] | None:

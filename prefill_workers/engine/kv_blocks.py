@@ -89,11 +89,15 @@ class KVBlocks:
             return False
         self.ring = PinnedRing(CudaCopyStream(self._device), RING_BYTES)
         caches = [self._attention.elements(layer) for layer in range(layout.layers)]
-        pages = PageTable.of(caches, elements, layout, ranks, self._share) if device_kernel.is_available() else None
+        has_kernel = device_kernel.is_available() and device_kernel.may_store(
+            caches[0].dtype, torch.cuda.get_device_capability(self._device)
+        )
+        pages = PageTable.of(caches, elements, layout, ranks, self._share) if has_kernel else None
         if pages is None:
             logger.warning(
-                "stored KV is patched on the host: %s keeps pages as no kernel of ours writes them",
+                "stored KV is patched on the host: %s keeps pages of %s as no kernel of ours writes them here",
                 self._attention.backend,
+                caches[0].dtype,
             )
             return False
         device_bytes = device_bytes if ranks == 1 else 0  # of several, each call brings objects that end with it

@@ -90,7 +90,9 @@ class LinkRunner:
             return None
         self._activity.note_computed()
         span, seconds = self._engine.forward_span, time.perf_counter() - began
-        return ForwardResult(logits, seconds if span is None or span.seconds is None else span.seconds)
+        if span is not None and span.seconds is not None:
+            return ForwardResult(logits, span.seconds, on_device=True)
+        return ForwardResult(logits, seconds)
 
     def _finish_writes(self, finished: Sequence[LinkJob]) -> bool:
         """Wait until the KV of links that end without a forward can be read. False if that failed."""

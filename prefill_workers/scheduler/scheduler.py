@@ -82,10 +82,14 @@ class ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class ForwardResult:
-    """Outcome of a batch: logits [ending, vocabulary] and its seconds."""
+    """Outcome of a batch: logits [ending, vocabulary] and its seconds; `on_device`: as a device's events tell them.
+
+    A device computes on while its host waits for layers that come in.
+    """
 
     logits: Tensor | None
     seconds: float
+    on_device: bool = False
 
 
 class Scheduler:
@@ -351,8 +355,8 @@ class Scheduler:
         self.forwards += 1
         self.forwards_by_layer += bool(batch.streams)
         self.tokens += batch.tokens
-        computing = result.seconds - sum(load.waited for load in batch.loads)
-        if batch.tokens >= FORWARD_TOKENS:
+        computing = result.seconds - (0.0 if result.on_device else sum(load.waited for load in batch.loads))
+        if batch.tokens >= FORWARD_TOKENS and not (result.on_device and batch.loads):
             self.cost_model.learn(batch.tokens, computing)
         for job, runs in batch.work:
             job.plan.took("forward", result.seconds)

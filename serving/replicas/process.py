@@ -12,7 +12,7 @@ import ray
 from ray import serve
 
 from infra.ports import LOOPBACK, free_port
-from infra.vllm_env import KV_SPACE, vllm_environment
+from infra.vllm_env import GPU_ENVIRONMENT, KV_SPACE, vllm_environment
 from serving.settings import RoleSettings
 
 # How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they sleep: for half a
@@ -53,14 +53,14 @@ def enter_vllm(
     os.environ.pop(KV_SPACE, None)  # of whoever started Ray
     if is_alone():
         os.environ.setdefault(*UCX_LOOPBACK)
-    os.environ.update(
-        vllm_environment(
-            kv_cache_gib=kv_cache_gib,
-            nixl_host=handshakes_at or LOOPBACK,
-            nixl_port=None if handshakes_at is None else free_port(),
-            own_runner=own_runner,
-        )
+    environment = vllm_environment(
+        kv_cache_gib=kv_cache_gib,
+        nixl_host=handshakes_at or LOOPBACK,
+        nixl_port=None if handshakes_at is None else free_port(),
+        own_runner=own_runner,
     )
+    own = {name: os.environ[name] for name in GPU_ENVIRONMENT if name in os.environ}  # an operator's
+    os.environ.update(environment | own)
 
 
 def replica_name() -> str:

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.operator.device_kernel import constants
+from kvstore.operator.device_kernel import constants, may_store
 from kvstore.operator.layout import Layout
 from kvstore.operator.page_table import PageTable
 from kvstore.operator.rotary import RotaryScheme
 from tests.triton_interpreter import run_interpreted
+
+
+def test_where_triton_has_no_such_fp8_the_host_places():
+    assert [may_store(torch.float8_e4m3fn, at) for at in ((8, 0), (8, 6), (8, 9), (9, 0))] == [False, False, True, True]
+    assert all(may_store(dtype, (8, 0)) for dtype in (torch.float8_e5m2, torch.bfloat16))
 
 
 def test_the_kernel_equals_the_operator_in_tritons_interpreter() -> None:

@@ -331,6 +331,23 @@ def test_nan_behind_what_streams_in_waits_for_the_load_that_says_whose_it_is(sch
     assert (chunk.state, one.reached, one.may_stream) == (ChunkState.LOADING, 0, False)
 
 
+@pytest.mark.parametrize(("on_device", "learnt"), [(False, [40e-3]), (True, [])])
+def test_waiting_for_layers_is_no_computing_where_the_host_computes(
+    scheduler: Scheduler, on_device: bool, learnt: list[float]
+):
+    """A device goes on while its host waits: its seconds tell nothing of its pace then, nor does their difference."""
+    one = job(128)
+    admit(scheduler, one)
+    batch = scheduler.schedule()
+    assert batch is not None
+    load: Any = SimpleNamespace(chunk=SimpleNamespace(state=ChunkState.PLACED), is_late=False, waited=60e-3)
+    seconds: list[float] = []
+    scheduler.cost_model = cast(Any, SimpleNamespace(learn=lambda tokens, computing: seconds.append(computing)))
+    scheduler.update(replace(batch, streams=[(one, load)]), ForwardResult(None, 100e-3, on_device))
+    assert seconds == pytest.approx(learnt)
+    assert one.plan.compute_ms == pytest.approx(100.0 if on_device else 40.0)
+
+
 def test_a_stream_that_failed_before_its_forward_ran_is_no_late_one(scheduler: Scheduler):
     one, span = job(64), ChunkSpan("content", "image", 0, 16, 0, 16)
     chunk = ChunkPlan(span, chunk_keys(), 0, ChunkOutcome(16, OperatingPoint.PATCHED, 0, ""))

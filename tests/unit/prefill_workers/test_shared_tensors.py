@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from vllm.distributed.device_communicators.shm_tensor_arena import ShmTensorAren
 
 from infra import vllm_arguments
 from kvstore.operator.device_kernel import Placement
-from prefill_workers.engine.engine import engine_arguments
+from prefill_workers.engine.engine import PrefillEngine, engine_arguments
 from prefill_workers.engine.spec import EngineSpec
 
 
@@ -31,6 +32,18 @@ def test_the_kv_of_a_call_is_read_where_it_was_put_once():
     start[:4] = b"\0\0\0\0"
     assert placed.kv[0, 0, 0] == 0, "it is that memory"
     start.release()
+
+
+@pytest.mark.parametrize(("ranks", "in_one_piece"), [(1, False), (2, True)])
+def test_several_ranks_are_given_kv_in_one_piece_as_records_do_not_have_it(ranks: int, in_one_piece: bool):
+    """Arrow leaves a gap between two layers; vLLM shares contiguous tensors alone."""
+    kv, given = torch.randn(4, 1025, 512)[:, 1:], list[Placement]()
+    engine = object.__new__(PrefillEngine)
+    engine.spec = cast(Any, SimpleNamespace(tensor_parallel_size=ranks))
+    engine._calls = cast(Any, SimpleNamespace(timed=lambda name, chunks: (given.extend(chunks), None)))
+    engine.place([Placement(kv, None, 5, torch.arange(1024))])
+    assert given[0].kv.is_contiguous() is in_one_piece
+    assert torch.equal(given[0].kv, kv)
 
 
 @pytest.mark.parametrize(("ranks", "free", "shared"), [(1, 64 << 30, False), (2, 64 << 30, True), (2, 64 << 20, False)])

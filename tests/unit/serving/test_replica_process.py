@@ -34,6 +34,16 @@ enter(PrefillRoleSettings(threads=2))
 import torch
 """
 
+_ENTER_VLLM = """
+import os
+from infra import vllm_env
+from serving.settings import PrefillRoleSettings
+from serving.replicas.process import enter_vllm
+
+vllm_env.is_cpu_build = lambda: False
+enter_vllm(PrefillRoleSettings(threads=2), kv_cache_gib=None)
+print(os.environ["TRITON_F32_DEFAULT"], os.environ["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"])
+"""
 
 _FAULTS = """
 import resource, threading
@@ -119,3 +129,11 @@ logging.getLogger("prefill_workers.fidelity.monitor").warning("a point is switch
 def test_what_a_replica_says_is_logged_whoever_configures_logging_anew():
     done = subprocess.run([sys.executable, "-c", _LOG], capture_output=True, text=True, check=True)
     assert done.stdout == "a point is switched off\n"
+
+
+def test_an_operators_own_switches_of_gpus_stay():
+    environment = os.environ | {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "off"}
+    said = subprocess.run(
+        [sys.executable, "-c", _ENTER_VLLM], env=environment, capture_output=True, check=True, text=True
+    )
+    assert said.stdout.split() == ["ieee", "off"]
