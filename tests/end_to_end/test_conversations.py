@@ -101,3 +101,20 @@ def test_a_window_that_slides_in_a_session_computes_what_is_new(service: Service
     assert httpx.get(session).json()["id"] == "agent-1"
     assert httpx.delete(session).status_code == 200
     assert httpx.get(session).status_code == 404
+
+
+def test_a_window_of_two_that_slides_answers_word_for_word_as_without_a_session(service: Service):
+    """Idle time has computed what stays behind what stands in front of it now."""
+    steps = [[*user(picture(200 + n)), {"role": "assistant", "content": f"click button {n}"}] for n in range(3)]
+    task, asked = {"role": "system", "content": "You operate a computer."}, {"max_tokens": 16, "ignore_eos": True}
+
+    def messages(window: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        return [task, *(message for step in window for message in step), *user("What next?")]
+
+    service.chat(messages(steps[:2]), orbit={"session": {"id": "agent-2"}}, **asked)
+    service.settle()
+    slid = service.chat(messages(steps[1:]), orbit={"session": {"id": "agent-2"}}, **asked)
+    assert [chunk["operating_point"] for chunk in slid["orbit"]["chunks"]] == ["prefix", "encoded"]
+    assert slid["orbit"]["session"]["refreshed"] >= 1
+    alone = service.chat(messages(steps[1:]), "off", **asked)
+    assert slid["choices"][0]["message"]["content"] == alone["choices"][0]["message"]["content"]

@@ -46,8 +46,15 @@ def pair_patch(rig: Rig, first: int, second: int) -> Patch:
     return record.patch
 
 
-def test_patches_of_sets_are_formed_behind_what_prompts_begin_with(make_rig: Callable[..., Rig]):
-    rig = make_rig(orbit_chunks=2)  # patches of full rank
+@pytest.mark.parametrize(
+    "limits",
+    [{"orbit_chunks": 2}, {"orbit_chunks": 0, "pair_forwards": 12, "compose_up_to": 3}],
+    ids=["orders", "pairs"],
+)
+def test_patches_of_sets_are_formed_behind_what_prompts_begin_with(
+    make_rig: Callable[..., Rig], limits: dict[str, int]
+):
+    rig = make_rig(**limits)  # patches of full rank
     head = rig.plan([1, 2, "What?"]).request.chunks[0].start
     assert head > 0
     rig.link([1, 2, "What?"], head=head)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
 
 from decode_workers.elimination import EliminatingConnector
 from decode_workers.hand_back import HandBackConnector
@@ -42,6 +44,14 @@ def test_an_answer_is_offered_if_it_is_asked_for(kind: type[HandBackConnector], 
     assert finished(plain, ([1, 2],)) == (False, None)
     finished(SimpleNamespace(request_id="aborted", kv_transfer_params=asked.kv_transfer_params), ([1],))
     assert scheduler._reqs_in_batch == {"asked"}, "of others the worker half would keep the name for ever"
+
+
+def test_a_look_whether_all_blocks_are_free_is_no_warning(caplog: pytest.LogCaptureFixture):
+    pool = BlockPool(4, enable_caching=False, hash_block_size=16)
+    pool.get_new_blocks(2)
+    assert not pool.reset_prefix_cache()
+    logging.getLogger("vllm.v1.core.block_pool").warning("another")
+    assert caplog.messages == ["another"]
 
 
 def test_parameters_say_what_is_asked_and_what_is_offered():
