@@ -33,10 +33,13 @@ def is_offer(transfer: Mapping[str, Any] | None) -> bool:
 
 
 def offered(transfer: Mapping[str, Any], block_size: int) -> dict[str, Any]:
-    """vLLM's offer of an answer that has just ended, with what a prefill worker must know besides."""
+    """Offer of an answer that has just ended: vLLM's, block size, and until when it is held."""
     return {**transfer, BLOCK_SIZE: block_size, _UNTIL: time.time() + HELD_SECONDS}
 
 
 def is_held(offer: Mapping[str, Any]) -> bool:
-    """True while the blocks on offer are the answer's for sure; afterwards they may be another request's."""
+    """True while the blocks on offer are still the answer's.
+
+    Afterwards they may be another request's.
+    """
     return time.time() < float(offer[_UNTIL]) - _MARGIN_SECONDS

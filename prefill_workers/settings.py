@@ -322,7 +322,12 @@ class PrefillSettings(BaseModel):
         return limits if composed_antecedents(compose_up_to) else limits.without_sums()
 
     def loop_limits(self, compose_up_to: int, *, reads_answers: bool) -> LoopLimits:
-        """Limits of the loop, where pair patches behind so many antecedents are summed, and decode engines are read."""
+        """Limits of the loop.
+
+        Args:
+            compose_up_to: pair patches behind so many antecedents are summed.
+            reads_answers: whether every rank of a decode engine can be told that it was read.
+        """
         return LoopLimits(
             budget=self.max_batch_tokens,
             max_queue=self.max_queue,

@@ -61,9 +61,12 @@ class AnswerPulls:
         return len(self._under_way)
 
     def begin(self, answer: Answer, offer: Mapping[str, Any], ended: Future[bool]) -> bool:
-        """Begin to read an answer's KV from a decode engine. False if it comes too late, is known, or finds no room.
+        """Begin to read an answer's KV from a decode engine.
 
-        `ended` is set in the end: to True if the decode engine was told that it need not hold the KV any more.
+        False if it comes too late, is known, or finds no room.
+
+        Args:
+            ended: set in the end; to True if the decode engine was told that it need not hold the KV any more.
         """
         if not is_held(offer):
             ended.set_result(False)
@@ -104,7 +107,10 @@ class AnswerPulls:
                 pull.ended.set_result(False)
 
     def poll(self) -> Iterator[Answer]:
-        """Name the blocks of pulls that have ended; yields the answers of those that failed, or took too long."""
+        """Name the blocks of pulls that have ended.
+
+        Yields the answers of those that failed, or took too long.
+        """
         for lease in self._under_way:
             self._pool.renew(lease)
         well, badly = self._engine.poll_pulls()

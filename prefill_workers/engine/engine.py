@@ -108,7 +108,10 @@ def check_hand_off(layout: Layout, prefill_ranks: int, decode_ranks: int) -> Non
 
 
 def may_read_answers(layout: Layout, prefill_ranks: int, decode_ranks: int) -> bool:
-    """True if a prefill engine of so many ranks can notify every rank of a decode engine; see `check_hand_off`."""
+    """True if a prefill engine can notify every rank of a decode engine.
+
+    See `check_hand_off`, for the other direction.
+    """
     return _notifies_all(layout, prefill_ranks, decode_ranks)
 
 

@@ -34,7 +34,7 @@ class PlacedChunk(NamedTuple):
     patch_lasts: bool = False
 
     def within(self, start: int, stop: int) -> PlacedChunk | None:
-        """The part of it that stands in tokens `start` up to `stop` of the sequence; None: nothing does."""
+        """Part in tokens `start` up to `stop` of the sequence; None: it has none there."""
         run = Run(max(start, self.run.start), min(stop, self.run.stop))
         if run == self.run:
             return self

@@ -1,4 +1,4 @@
-"""What a session gives to one link: which kept KV serves which segment, where it goes, and what is told of it."""
+"""Plan of a link's session: the kept KV that serves, its place, and its part of the report."""
 
 from __future__ import annotations
 

@@ -82,9 +82,9 @@ class ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class ForwardResult:
-    """Outcome of a batch: logits [ending, vocabulary] and its seconds; `on_device`: as a device's events tell them.
+    """Outcome of a batch: logits [ending, vocabulary] and its seconds.
 
-    A device computes on while its host waits for layers that come in.
+    `on_device`: as a device's events tell them. It computes on while its host waits for layers that come in.
     """
 
     logits: Tensor | None

@@ -1,4 +1,7 @@
-"""Choice of a prefill worker: where most of a prompt is in memory, unless loading elsewhere costs less."""
+"""Choice of a prefill worker.
+
+A prompt goes where most of it is in memory, unless that worker's queue costs more than loading elsewhere.
+"""
 
 from __future__ import annotations
 
