@@ -73,7 +73,7 @@ FIGURES = (
     ("system-prompt", "off_over_cached_3072", "nothing reused, over ours"),
     ("image-first", "ttft_over_vllm", "a new question about an image that came before: over vLLM's prefix caching"),
     ("turns", "tokens_over_vllm", "tokens computed in a chat's later turns, over vLLM's"),
-    ("turns", "idle_tokens_over_vllm", "the same, tokens that idle time computes beside: canonical KV; answers are read back"),
+    ("turns", "idle_tokens_over_vllm", "the same, tokens that idle time computes: canonical KV; answers are read"),
     ("turns", "ttft_over_vllm", "time to first token of these, over vLLM's"),
     ("agent", "ttft_over_vllm_3", "an agent's step, a window of 3 screenshots slides: over vLLM's prefix caching"),
     ("agent", "ttft_over_vllm_6", "the same, 6 screenshots"),
