@@ -162,7 +162,10 @@ class SessionLinks:
         return replace(plan, segments=segments, placed=placed, runs=runs, rotated_from=rotated)
 
     def _come(self, one: SegmentPlan, position: int, until: float) -> tuple[SegmentRecord, Patch | None] | None:
-        """What serves a segment at a position, and its removal patch; None: nothing does, or it does not come."""
+        """Wait for the kept KV of a segment and its removal patch.
+
+        None: nothing serves it at that position, or it does not come in time.
+        """
         record = None if one.load is None else self._library.wait(one.load, until)
         mend = None if one.patch_load is None else self._library.wait(one.patch_load, until)
         if not isinstance(record, SegmentRecord) or not self._fits(record, len(one.segment), position):
