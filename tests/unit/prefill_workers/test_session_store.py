@@ -13,32 +13,13 @@ from kvstore.library import Library
 from kvstore.records.record import SegmentRecord
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
-from prefill_workers.protocol import ChunkSpan, LinkRequest, SessionRef
+from prefill_workers.protocol import SessionRef
 from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
-from prefill_workers.sessions.segments import SHORTEST_CUT
 from prefill_workers.sessions.store import SessionStore
 from prefill_workers.sessions.sweep import Swept, sweep
 from prefill_workers.settings import SessionSettings
 
-PAGE = [900] * 3
 HOUR = 3600.0
-
-
-def request(*parts: list[int] | str, tenant: str = "acme") -> LinkRequest:
-    """A request of texts (token ids) and pages (content ids)."""
-    tokens: list[int] = []
-    spans = []
-    for part in parts:
-        if isinstance(part, str):
-            spans.append(ChunkSpan(part, "image", len(tokens), len(tokens) + len(PAGE), len(tokens), len(PAGE)))
-            tokens += PAGE
-        else:
-            tokens += part
-    return LinkRequest("request", tokens, tuple(spans), tenant=tenant)
-
-
-def words(seed: int, count: int = SHORTEST_CUT) -> list[int]:
-    return [1000 * seed + i for i in range(1, count + 1)]
 
 
 class Clock:
